@@ -1,4 +1,4 @@
-"""Checkpoints in and out: Hugging Face targets, draft heads in every dialect, native directories."""
+"""Reads and writes checkpoints: Hugging Face targets, heads in every dialect, native ones."""
 
 from eagle3_jax.conversion.doctor import diagnose
 from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError

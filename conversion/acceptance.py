@@ -59,9 +59,9 @@ def forced_agreement(
     params = _place(target.params, precision)
     drafter, draft_params = _drafter(draft, model.tables(params), precision)
     reach = int(drafter.max_depth)
+
     # One length for all prompts, so that both functions compile once.
     length = max(map(len, prompts)) + num_cuts + reach
-    # The root of a draft is the target's own token, and its draft must end inside the continuation.
     offsets = np.arange(num_cuts)
     empty = drafter.init(draft_params, num_cuts, length + reach)
     right = np.zeros((reach + 1,), np.int64)
@@ -70,13 +70,17 @@ def forced_agreement(
         tokens[: len(prompt)] = prompt
         for last in range(len(prompt) - 1, len(prompt) + num_cuts + reach - 1):
             tokens[last + 1] = _greedy_token(model, params, tokens, last)
+
+        # The root of a draft is the target's own token, and its draft ends inside the continuation.
         cuts = len(prompt) + offsets
         drafted = _drafted_after(
             model, drafter, params, draft_params, empty, tokens, cuts.astype(np.int32)
         )
         truth = tokens[cuts[:, None] + 1 + np.arange(reach)]
+        # A token counts only if all tokens before it are right.
         accepted = np.cumprod(np.asarray(drafted) == truth, axis=1).sum(axis=0)
         right += np.concatenate([[cuts.size], accepted])
+
     counts = right.tolist()
     rates = tuple(after / before if before else 0.0 for before, after in itertools.pairwise(counts))
     return Agreement(rates=rates, counts=tuple(counts[:-1]))
@@ -86,7 +90,10 @@ def forced_agreement(
 def _greedy_token(
     model: DecoderTarget, params: Any, tokens: jax.Array, last: jax.Array
 ) -> jax.Array:
-    """Returns the token after position ``last``. A pass over all tokens is slow, but no cache could be wrong."""
+    """Returns the token after position ``last``.
+
+    A pass over all tokens is slow, but there is no cache that could be wrong.
+    """
     positions = jnp.arange(tokens.size)[None]
     out = model(params, tokens[None], positions, causal_mask(tokens.size))
     logits = model.unembed(params, out.final[:, last])
@@ -103,11 +110,12 @@ def _drafted_after(
     tokens: jax.Array,
     cuts: jax.Array,
 ) -> jax.Array:
-    """Returns drafted tokens ``[rows reach]`` after the first ``cut + 1`` tokens, one row per cut."""
+    """Returns drafted tokens ``[rows reach]`` after the first ``cut + 1`` tokens, a row per cut."""
     positions = jnp.arange(tokens.size)[None]
     out = model(
         params, tokens[None], positions, causal_mask(tokens.size), aux_layers=drafter.aux_layers
     )
+
     rows = cuts.shape[0]
     row_tokens = jnp.broadcast_to(tokens, (rows, tokens.size))
     features = jnp.broadcast_to(out.features, (rows, *out.features.shape[1:]))

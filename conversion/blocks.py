@@ -25,17 +25,20 @@ def attention(config: GroupedQuery, source: str, path: str) -> list[Rule]:
     source = f"{source}.self_attn"
     path = f"{path}.attention"
     size = config.head_dim
+
     heads = {"q": config.group, "k": 1, "v": 1}
     halves = {}
     if config.output_gate:
         heads["gate"] = config.group
         halves = dict(in_turns(config.num_heads, size, {"q": 1, "gate": 1}))
+
     rules = []
     for name, part in in_turns(config.num_kv_heads, size, heads):
         tensor = f"{source}.{'q' if name == 'gate' else name}_proj"
         rules += linear(
             tensor, f"{path}.qkv", bias=config.qkv_bias, part=part, cut=halves.get(name, COMPLETE)
         )
+
     rules += linear(f"{source}.o_proj", f"{path}.o", bias=config.o_bias)
     if config.qk_norm:
         rules += [norm(f"{source}.{name}_norm", f"{path}.{name}_norm") for name in "qk"]
@@ -53,7 +56,10 @@ def swiglu(width: int, source: str, path: str, *, bias: bool = False) -> list[Ru
 
 
 def alternating_halves(width: int) -> dict[Part, Part]:
-    """Returns the parts of alternating gates and ups, and where a tensor has them: all gates before all ups."""
+    """Returns the parts of alternating gates and ups, and where a tensor has them.
+
+    The tensor has all gates before all ups.
+    """
     names = {"gate": 1, "up": 1}
     parts = (part for _, part in in_turns(width, 1, names))
     cuts = (cut for _, cut in in_turns(1, width, names))
@@ -89,7 +95,9 @@ def separate(config: Experts, source: str, path: str) -> list[Rule]:
 def stacked(
     config: Experts, source: str, path: str, *, transpose: bool, in_halves: bool
 ) -> list[Rule]:
-    """Returns the rules of experts stacked in ``gate_up_proj`` and ``down_proj``, and in ``gate_up_proj_bias`` etc.
+    """Returns the rules of experts stacked in ``gate_up_proj`` and ``down_proj``.
+
+    Their biases are ``gate_up_proj_bias`` and ``down_proj_bias``.
 
     Args:
         config: The experts.
@@ -112,6 +120,7 @@ def stacked(
             rules.append(
                 Rule(f"{source}.gate_up_proj_bias", f"{path}.gate_up_bias", part=part, cut=cut)
             )
+
     rules.append(Rule(f"{source}.down_proj", f"{path}.down", transpose=transpose))
     if config.bias:
         rules.append(Rule(f"{source}.down_proj_bias", f"{path}.down_bias"))

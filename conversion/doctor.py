@@ -1,7 +1,8 @@
-"""Checks a target, alone or together with a drafter: finds reasons for a low acceptance, and gives a verdict."""
+"""Checks a target, alone or together with a drafter: finds reasons for a low acceptance."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -15,7 +16,13 @@ from eagle3_jax.conversion.acceptance import Agreement, forced_agreement
 from eagle3_jax.conversion.errors import CheckpointError, short
 from eagle3_jax.conversion.heads import HEADS, HeadCheckpoint
 from eagle3_jax.conversion.heads.head import Check, Suspects
-from eagle3_jax.conversion.reading import head_of, open_checkpoint, read_target, target_of
+from eagle3_jax.conversion.reading import (
+    Opened,
+    head_of,
+    open_checkpoint,
+    read_target,
+    target_of,
+)
 from eagle3_jax.conversion.sidecars import (
     described_tokens,
     read_sidecar,
@@ -71,15 +78,11 @@ def diagnose(
     checks: list[Check] = []
     target = _attempt(checks, "target", lambda: read_target(target_dir), _describe_target)
     if drafter_dir is None:
-        return (
-            checks
-            if target is None
-            else [*checks, *_of_target(target), _weights("weights", target.params)]
-        )
-    describe = lambda opened: (
-        f"{HEADS[opened.kind].label} head" if opened.kind in HEADS else "draft model"
-    )
-    opened = _attempt(checks, "method", lambda: open_checkpoint(drafter_dir), describe)
+        if target is not None:
+            checks += [*_of_target(target), _weights("weights", target.params)]
+        return checks
+
+    opened = _attempt(checks, "method", lambda: open_checkpoint(drafter_dir), _describe_method)
     drafter = None
     if opened is not None and opened.kind in HEADS:
         config = None if target is None else target.config
@@ -91,28 +94,31 @@ def diagnose(
     if target is None or drafter is None:
         reason = "needs a target and a drafter that can be read"
         return [*checks, *(Check(name, "skipped", reason) for name in _NEED_BOTH)]
+
     if isinstance(drafter, HeadCheckpoint):
         name = "head"
+        params = drafter.head
         checks += [_widths(target, drafter), _vocabulary(target, drafter)]
         checks += HEADS[drafter.method].examine(target, drafter)
     else:
         name = "draft model"
+        params = drafter.params
         checks += [_size(target, drafter), *_tokens(target, drafter)]
     checks += [_positions(target, drafter, name), _dtypes(target, drafter, name)]
-    if name == "head":  # the tokens of a draft model have been compared one by one
+
+    # The tokens of a draft model have been compared one by one.
+    if name == "head":
         absent = "the target has no tokenizer.json; prompts must be token ids"
-        read = lambda directory: read_sidecar(directory, "tokenizer.json")
+        read = functools.partial(read_sidecar, name="tokenizer.json")
         checks.append(_same_file("tokenizer", read, target, drafter, absent))
     absent = "the target has none; a head trained on chats accepts less on bare text"
     checks += [
         _same_file("chat template", _template, target, drafter, absent),
         _stop_tokens(target),
-    ]
-    params = drafter.head if isinstance(drafter, HeadCheckpoint) else drafter.params
-    checks += [
         _weights("weights of the target", target.params),
         _weights(f"weights of the {name}", params),
     ]
+
     failure = next((check.name for check in checks if check.status == "failure"), None)
     if failure is not None:
         return [*checks, Check("agreement", "skipped", f"{failure}: see above")]
@@ -121,8 +127,8 @@ def diagnose(
 
 # Checks of every drafter for which the target is needed as well.
 _NEED_BOTH = (
-    "vocabulary", "positions", "dtype", "tokenizer", "chat template", "stop tokens", "weights of the target",
-    "agreement",
+    "vocabulary", "positions", "dtype", "tokenizer", "chat template", "stop tokens",
+    "weights of the target", "agreement",
 )  # fmt: skip
 
 
@@ -139,6 +145,10 @@ def _attempt(
     return result
 
 
+def _describe_method(opened: Opened) -> str:
+    return f"{HEADS[opened.kind].label} head" if opened.kind in HEADS else "draft model"
+
+
 def _of_target(target: TargetCheckpoint) -> list[Check]:
     """Checks the files of a target that turn texts into token ids, and end them."""
     try:
@@ -147,6 +157,7 @@ def _of_target(target: TargetCheckpoint) -> list[Check]:
         question = template and template.render([{"role": "user", "content": "Why?"}])
     except ValueError as error:
         return [Check("tokenizer and chat template", "failure", str(error)), _stop_tokens(target)]
+
     if tokenizer is None:
         tokens = Check("tokenizer", "warning", "no tokenizer.json; prompts must be token ids")
     else:
@@ -156,6 +167,7 @@ def _of_target(target: TargetCheckpoint) -> list[Check]:
         tokens = Check.report(
             "tokenizer", f"{size} tokens, vocabulary of the target {width}", excess
         )
+
     if question is None:
         chat = Check(
             "chat template",
@@ -223,16 +235,17 @@ def _vocabulary(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
             f"d2t is all zero: the draft vocabulary is the first {ids.size} tokens. Unless the head"
             " was trained so, its map was lost in an export; fetch the original head",
         )
-    detail = (
-        f"{ids.size} of {config.vocab_size} tokens can be drafted; d2t is one to one and in range"
-    )
+
     absent = sorted(set(target.stop_tokens) - set(ids.tolist()))
-    if absent:
-        detail += (
-            f"; stop tokens {absent} can never be drafted, so the last token of an answer is always"
-            " the target's"
-        )
-    return Check.report("vocabulary", detail)
+    effect = (
+        f"; stop tokens {absent} can never be drafted, so the last token of an answer is always the"
+        " target's"
+    )
+    return Check.report(
+        "vocabulary",
+        f"{ids.size} of {config.vocab_size} tokens can be drafted; d2t is one to one and in range"
+        + (effect if absent else ""),
+    )
 
 
 def _positions(target: TargetCheckpoint, drafter: Drafter, name: str) -> Check:
@@ -275,6 +288,7 @@ def _tokens(target: TargetCheckpoint, draft: TargetCheckpoint) -> list[Check]:
     vocabulary = Check("vocabulary", "ok", f"{ours} tokens, as the target's")
     if ours != theirs:
         vocabulary = Check("vocabulary", "failure", f"{ours} tokens, target {theirs}; {advice}")
+
     try:
         tokenizers = {
             "draft model": tokenizer_of(draft.source),
@@ -288,6 +302,7 @@ def _tokens(target: TargetCheckpoint, draft: TargetCheckpoint) -> list[Check]:
             f"no tokenizer.json of the {' and '.join(missing)}, so token ids could not be compared"
         )
         return [vocabulary, Check("tokenizer", "warning", detail)]
+
     first, second = (
         tokenizer.get_vocab(with_added_tokens=True)
         for tokenizer in tokenizers.values()
@@ -308,9 +323,10 @@ def _same_file(
     drafter: Drafter,
     absent: str,
 ) -> Check:
-    """Compares a file of the target with that of the drafter, if it has one; ``read`` returns its content."""
+    """Compares a file of the target with the drafter's, if it has one; ``read`` opens both."""
     contents = [read(checkpoint.source) for checkpoint in (target, drafter)]
     ours, theirs = (hashlib.sha256(content or b"").hexdigest()[:12] for content in contents)
+
     if contents[0] is None:
         return Check(name, "warning", absent)
     if contents[1] is None:
@@ -333,13 +349,16 @@ def _weights(name: str, params: rules.Params) -> Check:
     """Looks for NaN, infinity, and tensors that training never changed."""
     constant = []
     for path, lazy_leaf in rules.flatten(params):
-        leaf = np.asarray(lazy_leaf)  # assembled here, so that memory holds one leaf at a time
+        # Assembled here, so that memory holds one leaf at a time.
+        leaf = np.asarray(lazy_leaf)
         if not np.isfinite(leaf).all():
             return Check(
                 name,
                 "failure",
                 f"{path} holds NaN or infinity; fetch or export the checkpoint again",
             )
+
+        # A bias may be zero throughout after training too.
         if leaf.size <= 1 or path.endswith(".bias"):
             continue
         first = leaf.flat[0]
@@ -349,6 +368,7 @@ def _weights(name: str, params: rules.Params) -> Check:
             detail = f"{path} is {float(first):g} throughout; it was never trained or never saved"
             return Check(name, "failure", detail)
         constant.append(path)
+
     if constant:
         return Check(
             name,
@@ -365,8 +385,10 @@ def _agreement(
     agreement = forced_agreement(target, drafter, random.tolist() if prompts is None else prompts)
     rates = " / ".join(f"{rate:.2f}" for rate in agreement.rates)
     detail = f"conditional acceptance {rates} at draft positions 0 to {len(agreement.rates) - 1}"
+
     if prompts is None:
         detail += " on random prompts, which say little; give your own (--prompts FILE)"
+
     suspects = (
         HEADS[drafter.method].suspects if isinstance(drafter, HeadCheckpoint) else _DRAFT_MODEL
     )

@@ -1,4 +1,8 @@
-"""The draft vocabulary on disk: ``d2t``, an offset from draft id to target id, and ``t2d``, a membership mask."""
+"""The draft vocabulary on disk.
+
+``d2t`` has the offset from each draft id to its target id, and ``t2d`` marks the target's tokens
+that can be drafted.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +39,11 @@ def read(tensors: Mapping[str, np.ndarray], config: Any, where: str) -> np.ndarr
             )
         offset = np.zeros(draft_vocab_size, np.int64)
     _check_table(offset, draft_vocab_size, f"{where}: d2t")
+
     absolute = offset.astype(np.int64) + np.arange(draft_vocab_size)
     outside = (absolute < 0) | (absolute >= vocab_size)
     ids, counts = np.unique(absolute, return_counts=True)
+
     if outside.any():
         first = int(outside.argmax())
         wrong = (
@@ -64,21 +70,22 @@ def read(tensors: Mapping[str, np.ndarray], config: Any, where: str) -> np.ndarr
 
 
 def write(draft_to_target: np.ndarray, config: Any) -> dict[str, np.ndarray]:
-    """Returns the tensors ``d2t`` and ``t2d``; none if the vocabularies are equal, because vLLM refuses them then."""
+    """Returns the tensors ``d2t`` and ``t2d``; none if the vocabularies are equal."""
     absolute = np.asarray(draft_to_target, np.int64)
     _check_table(absolute, config.draft_vocab_size, "draft_to_target")
     offset = absolute - np.arange(absolute.size)
     tensors = {"d2t": offset, "t2d": np.isin(np.arange(config.vocab_size), absolute)}
     read(tensors, config, "the head")
+    # vLLM refuses them if the vocabularies are equal.
     return {} if config.draft_vocab_size == config.vocab_size else tensors
 
 
 def check_ids(ids: np.ndarray, size: int, vocab_size: int, label: str) -> None:
-    """Refuses ids that are not ``size`` different ids of a vocabulary; ``label`` is their name in messages."""
+    """Refuses ids that are not ``size`` different ones of a vocabulary; ``label`` names them."""
     _check_table(ids, size, label)
     if len(np.unique(ids)) != ids.size or ids.min() < 0 or ids.max() >= vocab_size:
         raise CheckpointError(
-            f"{label} is no list of different target ids from 0 to {vocab_size - 1}; fetch or"
+            f"{label} is not a list of different target ids from 0 to {vocab_size - 1}; fetch or"
             " convert it again"
         )
 
@@ -95,6 +102,7 @@ def _check_mask(member: np.ndarray, absolute: np.ndarray, vocab_size: int, where
         raise CheckpointError(
             f"{where}: t2d is {member.dtype}{list(member.shape)}; expected bool[{vocab_size}]"
         )
+
     strays = absolute[~member[absolute]]
     if int(member.sum()) != absolute.size:
         wrong = f"t2d marks {int(member.sum())} tokens but d2t maps {absolute.size}"

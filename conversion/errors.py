@@ -6,7 +6,10 @@ from eagle3_jax.files.jsonl import shown as short
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be read or written: the message says what was given, what was expected and what to do."""
+    """A checkpoint cannot be read or written.
+
+    The message says what was given, what was expected and what to do.
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))

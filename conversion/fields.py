@@ -1,4 +1,4 @@
-"""Typed fields of a JSON file. A missing or malformed field is an error that names the field and the file."""
+"""Typed fields of a JSON file. An error about a field names the field and the file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ class Fields(NamedTuple):
         return self.values.get(self.prefix + name)
 
     def require(self, *names: str) -> None:
-        """Refuses a file without these fields. Their defaults change the mathematics and differ by family."""
+        """Refuses a file without these fields.
+
+        Their defaults change the mathematics and differ by family.
+        """
         for name in names:
             if self.prefix + name not in self.values:
                 raise self._missing(name)
@@ -65,8 +68,7 @@ class Fields(NamedTuple):
 
     def size(self, name: str, default: int | None = None) -> int:
         """Returns a whole number of at least one, and no more than a device can count."""
-        is_size = lambda value: _is_whole(value) and 1 <= value <= MOST
-        return self._checked(name, default, is_size, f"expected a whole number from 1 to {MOST:,}")
+        return self._checked(name, default, _is_size, f"expected a whole number from 1 to {MOST:,}")
 
     def number(self, name: str, default: float | None = None) -> float:
         """Returns a finite number."""
@@ -109,7 +111,10 @@ class Fields(NamedTuple):
         """
         if self.get(name) is None:
             return None
-        is_index = lambda index: _is_whole(index) and 0 <= index < (count or float("inf"))
+
+        def is_index(index: Any) -> bool:
+            return _is_whole(index) and 0 <= index < (count or float("inf"))
+
         limits = "from 0 up" if count is None else f"from 0 to {count - 1}"
         return self._checked(
             name, None, _list_of(is_index), f"expected a list of {entries} {limits}"
@@ -186,6 +191,10 @@ def read_from(where: str) -> Iterator[None]:
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_size(value: Any) -> bool:
+    return _is_whole(value) and 1 <= value <= MOST
 
 
 def _is_finite(value: Any) -> bool:

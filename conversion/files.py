@@ -1,4 +1,4 @@
-"""Reads directories, JSON files and tokenizers of checkpoints strictly; writes directories all at once."""
+"""Reads a checkpoint's directory, JSON files and tokenizer strictly; writes directories at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from eagle3_jax.files.sources import NATIVE_FILE, within
 from eagle3_jax.files.writing import WriteError, check_free, whole_directory
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
-_LONGEST_JSON = 100_000_000  # bytes; the index of a model of a thousand shards has a few millions
+# In bytes. The index of a model of a thousand shards has a few millions.
+_LONGEST_JSON = 100_000_000
 # A conversion copies these files unchanged.
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -35,7 +36,7 @@ def checkpoint_path(checkpoint: str | os.PathLike[str]) -> Path:
     """Returns the path of a checkpoint: a directory, or a GGUF file.
 
     Raises:
-        CheckpointError: The path holds no checkpoint; the message names the usual mistakes.
+        CheckpointError: The path does not hold a checkpoint; the message names the usual mistakes.
     """
     path = Path(checkpoint)
     try:
@@ -43,10 +44,12 @@ def checkpoint_path(checkpoint: str | os.PathLike[str]) -> Path:
             raise CheckpointError(f"{path} does not exist; give the directory of a checkpoint")
         if is_gguf(path):
             return path
+
         if not path.is_dir():
             raise CheckpointError(
                 f"{path} is a file; give the directory that holds config.json and the weights"
             )
+
         snapshots = path / "snapshots"
         if snapshots.is_dir() and not any(
             (path / name).exists() for name in ("config.json", NATIVE_FILE)
@@ -58,6 +61,7 @@ def checkpoint_path(checkpoint: str | os.PathLike[str]) -> Path:
             raise CheckpointError(f"{path} is a folder of the hub's cache; give {advice}")
     except OSError as error:
         raise unreadable(path, error) from None
+
     try:
         return within(path)
     except ValueError as error:
@@ -70,7 +74,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def refuse_pointer(path: Path) -> None:
-    """Refuses a pointer of Git LFS, the few lines of text in place of a file that was not fetched."""
+    """Refuses a pointer of Git LFS, which is text in place of a file that was not fetched."""
     with path.open("rb") as file:
         if file.read(len(_POINTER)) == _POINTER:
             raise CheckpointError(
@@ -109,13 +113,13 @@ def parsed_json(content: bytes, path: Path) -> dict[str, Any]:
     """Parses the content of a file as a JSON object; ``path`` is its name in messages."""
     try:
         value = json.loads(content.decode("utf-8-sig"))
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # no UTF-8, no JSON, a number of thousands of digits, deep nesting
+    # ValueError: not UTF-8, not JSON, or a number of thousands of digits. RecursionError: deep
+    # nesting.
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not valid JSON ({str(error)[:120]}); fetch the file again"
         ) from None
+
     if not isinstance(value, dict):
         raise CheckpointError(
             f"{path} holds a JSON {type(value).__name__}; expected an object with named fields"
@@ -165,6 +169,7 @@ def parsed_tokenizer(content: bytes, path: Path) -> Tokenizer:
         raise CheckpointError(
             f"{path} is not a tokenizer ({reason}); fetch the file again, or remove it"
         ) from None
+
     # Some tokenizers are saved with the length of their training; prompts must never be cut.
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -1,4 +1,4 @@
-"""Fields of Hugging Face ``config.json`` files that targets and heads share: layers, rotary embedding, experts.
+"""Fields of Hugging Face ``config.json`` files that targets and heads share.
 
 A ``read_`` function reads each part and a ``_fields`` function writes it. A field whose absence
 would change the mathematics is required. The exceptions are fields that the published format
@@ -57,9 +57,8 @@ _ROPE_PARAMETERS: dict[str, dict[str, Callable[[Fields, str], Any]]] = {
         _ORIGINAL: Fields.integer,
         "beta_fast": lambda rope, name: rope.number(name, 32.0),
         "beta_slow": lambda rope, name: rope.number(name, 1.0),
-        "truncate": lambda rope, name: rope.flag(
-            name, name not in rope.values
-        ),  # null means false in transformers
+        # null means false in transformers.
+        "truncate": lambda rope, name: rope.flag(name, name not in rope.values),
         "attention_factor": Fields.optional_number,
         "mscale": Fields.optional_number,
         "mscale_all_dim": Fields.optional_number,
@@ -84,8 +83,9 @@ _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 def refuse_unsupported(
     fields: Fields, *, hidden_act: str = "silu", scales_logits: bool = False, causal: bool = True
 ) -> None:
-    """Refuses activations, scaled logits, layers of different sizes and attention that the family does not compute.
+    """Refuses what the family does not compute.
 
+    These are activations, scaled logits, layers of different sizes and other kinds of attention.
     ``causal`` means that attention must be causal, as in every target. A block drafter reads that
     setting itself.
     """
@@ -93,15 +93,17 @@ def refuse_unsupported(
         refuse_bidirectional(fields)
     if fields.get("per_layer_config"):
         raise fields.wrong("per_layer_config", "fields of single layers are not supported")
-    if (fields.get("hidden_act"), hidden_act) != ("swish", "silu"):  # two names of one function
+    # Both are names of one function.
+    if (fields.get("hidden_act"), hidden_act) != ("swish", "silu"):
         fields.only(hidden_act=hidden_act)
     if not scales_logits:
         fields.only(logit_scale=1.0)
 
 
 def refuse_bidirectional(fields: Fields) -> None:
-    """Refuses ``is_causal`` unless it is true; otherwise transformers attends in both directions."""
-    if fields.values.get("is_causal", True) is not True:  # null counts as false there
+    """Refuses ``is_causal`` unless it is true; else transformers attends in both directions."""
+    # null counts as false there.
+    if fields.values.get("is_causal", True) is not True:
         raise fields.wrong("is_causal", "only causal attention is supported")
 
 
@@ -134,6 +136,7 @@ def read_mixer(fields: Fields, *, rope: RopeConfig | None = None, **features: An
             f"{fields.where}: hidden_size {width} is not a multiple of num_attention_heads {heads};"
             " add head_dim"
         )
+
     with read_from(fields.where):
         return GroupedQuery(
             num_heads=heads,
@@ -145,7 +148,7 @@ def read_mixer(fields: Fields, *, rope: RopeConfig | None = None, **features: An
 
 
 def read_biased_mixer(fields: Fields, **features: Any) -> GroupedQuery:
-    """Reads grouped-query attention whose four projections all have a bias, or none; see :func:`read_mixer`."""
+    """Reads attention whose four projections all have a bias, or none; see :func:`read_mixer`."""
     bias = fields.flag("attention_bias")
     return read_mixer(fields, qkv_bias=bias, o_bias=bias, **features)
 
@@ -157,7 +160,10 @@ def read_mlp(fields: Fields, *, bias: bool = False, activation: Activation = "si
 
 
 def read_window(fields: Fields) -> int | None:
-    """Reads ``sliding_window``. The file must have it: null means no window, and the default differs by family."""
+    """Reads ``sliding_window``, where null means no window.
+
+    The file must have the field, because its default differs by family.
+    """
     fields.require("sliding_window")
     return fields.optional_size("sliding_window")
 
@@ -170,7 +176,7 @@ def read_types(
     name: str = "layer_types",
     owner: str = "",
 ) -> list[str]:
-    """Reads the kind of every layer from a list of the file; returns an empty list if there is none.
+    """Reads the kind of every layer from a list of the file; an empty list if there is none.
 
     Args:
         fields: The fields of the configuration.
@@ -217,7 +223,10 @@ def read_windows(
 
 
 def read_window_of_all(fields: Fields, window: int | None) -> list[int | None]:
-    """Returns the window of every layer of a family that ignores ``layer_types``; refuses contradicting ones."""
+    """Returns the window of every layer of a family that ignores ``layer_types``.
+
+    Other ``layer_types`` are refused.
+    """
     count = read_num_layers(fields)
     kind = _FULL if window is None else _SLIDING
     if set(read_types(fields, _LAYER_TYPES, count)) - {kind}:
@@ -256,7 +265,10 @@ def decoder_of(
     tied: bool = False,
     **features: Any,
 ) -> DecoderConfig:
-    """Builds a target of these layers; ``features`` are further arguments of :class:`DecoderConfig`."""
+    """Builds a target of these layers.
+
+    ``features`` are further arguments of :class:`DecoderConfig`.
+    """
     refuse_unsupported(fields, hidden_act=hidden_act, scales_logits="logit_scale" in features)
     with read_from(fields.where):
         return DecoderConfig(
@@ -279,7 +291,7 @@ def read_num_layers(fields: Fields) -> int:
 
 
 def read_stack(fields: Fields, norm_eps: str = "rms_norm_eps") -> dict[str, Any]:
-    """Reads the sizes of a target or a head, except those of its layers, as arguments of its configuration."""
+    """Reads the sizes of a target or a head, as arguments of its description; not its layers'."""
     return {
         "vocab_size": fields.size("vocab_size"),
         "width": fields.size("hidden_size"),
@@ -291,7 +303,7 @@ def read_stack(fields: Fields, norm_eps: str = "rms_norm_eps") -> dict[str, Any]
 
 
 def stack_fields(config: Any, dtype: str) -> dict[str, Any]:
-    """Returns the sizes of a target or a head as fields of a Hugging Face configuration, which describes one layer.
+    """Returns the sizes of a target or a head as fields; Hugging Face's describe one layer.
 
     A family whose layers differ in more, or are of other kinds, adds its own fields.
     """
@@ -307,6 +319,7 @@ def stack_fields(config: Any, dtype: str) -> dict[str, Any]:
         "dtype": dtype,
         "torch_dtype": dtype,
     }
+
     if mlps:
         fields["intermediate_size"] = mlps[0].width
     if mixers:
@@ -333,7 +346,7 @@ def layer_types(config: Any) -> list[str]:
 
 
 def read_head_windows(fields: Fields, num_layers: int, *, switched: bool) -> list[int | None]:
-    """Reads the window of every layer of a head; only ``layer_types`` can name the layers with a window.
+    """Reads the window of every layer of a head; only ``layer_types`` can name layers with one.
 
     A file with a window and no ``layer_types`` is refused: vLLM would use the window of the
     target's cache. ``switched`` means that a window counts only if ``use_sliding_window`` is set,
@@ -348,6 +361,7 @@ def read_head_windows(fields: Fields, num_layers: int, *, switched: bool) -> lis
             "no layer_types say which of the head's layers slide, and engines disagree, so add"
             " them",
         )
+
     if set(types) <= {_FULL}:
         return [None] * num_layers
     is_on = _SLIDING in types and fields.flag("use_sliding_window", default=not switched)
@@ -355,7 +369,7 @@ def read_head_windows(fields: Fields, num_layers: int, *, switched: bool) -> lis
 
 
 def window_fields(config: DecoderConfig) -> dict[str, Any]:
-    """Returns ``sliding_window`` and ``layer_types`` of a target whose windows have the same size."""
+    """Returns the fields of a target whose windows have the same size."""
     windows = (grouped(layer).window for layer in config.layers)
     return {"sliding_window": next(filter(None, windows), None), "layer_types": layer_types(config)}
 
@@ -367,8 +381,8 @@ def head_window_fields(config: Eagle3Config) -> dict[str, Any]:
         return {}
     if len(windows) > 1:
         raise CheckpointError(
-            f"the head's layers have windows of {sorted(windows)} tokens; this layout has one size for all, "  # type: ignore[type-var]
-            "use --to jax"
+            f"the head's layers have windows of {sorted(windows)} tokens; this layout has one size "  # type: ignore[type-var]
+            "for all, use --to jax"
         )
     return {"layer_types": layer_types(config), "sliding_window": windows.pop()}
 
@@ -379,7 +393,7 @@ def bias_fields(layer: LayerConfig) -> dict[str, bool]:
 
 
 def require_theta(fields: Fields) -> None:
-    """Refuses a file without the base of the rotary embedding, for a family with an unusual default."""
+    """Refuses a file without the rotary base, for a family with an unusual default."""
     if all(
         fields.section(name).get("rope_theta") is None
         for name in ("rope_parameters", "rope_scaling")
@@ -396,7 +410,10 @@ def read_rope(
     interleaved: bool = False,
     types: Sequence[str] = _ROPE_TYPES,
 ) -> RopeConfig:
-    """Reads the rotary embedding, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``.
+    """Reads the rotary embedding.
+
+    Files have it in ``rope_parameters`` (transformers 5), in ``rope_theta`` and ``rope_scaling``,
+    or in both; then both must agree.
 
     Args:
         fields: The fields of the configuration.
@@ -432,6 +449,7 @@ def _rope_from(
             f"{rope.where}: rope type {short(kind)} is not supported; expected one of"
             f" {', '.join(types)}"
         )
+
     allowed = _ROPE_KEYS.union(known)
     unknown = sorted(
         key for key, value in rope.values.items() if key not in allowed and value is not None
@@ -440,6 +458,7 @@ def _rope_from(
         raise CheckpointError(
             f"{rope.where}: {unknown[0]!r} is not supported for rope type {kind!r}"
         )
+
     share = _either(fields, rope, "partial_rotary_factor", 1.0 if partial is None else partial)
     if partial is None and share != 1.0:
         raise CheckpointError(
@@ -451,11 +470,13 @@ def _rope_from(
     if fields.get(_ORIGINAL) is not None:
         # Files of Phi have it at the top level, and transformers gives that one priority.
         rope = Fields({**rope.values, _ORIGINAL: fields.get(_ORIGINAL)}, rope.where)
+
     parameters: dict[str, Any] = {"theta": base, "type": kind, "partial": share}
     parameters |= {
         _OUR_NAMES.get(name, name): read(rope, name)
         for name, read in _ROPE_PARAMETERS[kind].items()
     }
+    # Files of Phi have no factor; as in transformers, it follows from the two lengths.
     if kind == "longrope" and parameters["factor"] is None:
         original = max(parameters["original_max_positions"], 1)
         parameters["factor"] = fields.size("max_position_embeddings") / original
@@ -474,7 +495,9 @@ def _either(fields: Fields, rope: Fields, name: str, default: float) -> float:
 
 
 def rope_fields(rope: RopeConfig | None, *, partial: bool = False) -> dict[str, Any]:
-    """Returns the rotary embedding in the notation of transformers 5 and in that of transformers 4, vLLM and SGLang.
+    """Returns the rotary embedding twice, as transformers 5 reads it and as others do.
+
+    The others are transformers 4, vLLM and SGLang.
 
     ``partial`` adds the share of channels that rotate, for a family in which not all rotate.
     """
@@ -482,13 +505,14 @@ def rope_fields(rope: RopeConfig | None, *, partial: bool = False) -> dict[str, 
         raise CheckpointError(
             "a layer without rotary embedding cannot be expressed in this layout; use --to jax"
         )
+
     scaling: dict[str, Any] | None = None if rope.type == "default" else {"rope_type": rope.type}
     for name in _ROPE_PARAMETERS[rope.type]:
         value = getattr(rope, _OUR_NAMES.get(name, name))
-        if (
-            scaling is not None and value is not None and value is not True
-        ):  # transformers 4 warns about `truncate`
+        # transformers 4 warns about `truncate`, whose default is true.
+        if scaling is not None and value is not None and value is not True:
             scaling[name] = list(value) if isinstance(value, tuple) else value
+
     share = {"partial_rotary_factor": rope.partial} if partial else {}
     parameters = {**(scaling or {"rope_type": "default"}), "rope_theta": rope.theta, **share}
     return {
@@ -502,7 +526,7 @@ def rope_fields(rope: RopeConfig | None, *, partial: bool = False) -> dict[str, 
 def read_experts(
     fields: Fields, router: Router, *, width: str = "moe_intermediate_size", **features: Any
 ) -> Experts:
-    """Reads a mixture of experts; ``width`` is the name of the field with the inner width of an expert."""
+    """Reads a mixture of experts; ``width`` names the field with the inner width of an expert."""
     counts = {name: fields.optional_size(name) for name in _COUNTS}
     count = agreed(counts, fields.where)
     if count is None:
@@ -531,7 +555,10 @@ _CORRECTED = {
 
 
 def read_corrected(fields: Fields) -> Experts:
-    """Reads the experts of DeepSeek V3 and its successors: sigmoids, a correction bias, groups, shared experts."""
+    """Reads the experts of DeepSeek V3 and its successors.
+
+    They have sigmoids, a correction bias, groups and shared experts.
+    """
     fields.only(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     fields.require("norm_topk_prob")
     features = {
@@ -559,7 +586,7 @@ def read_mlps(
     experts: Callable[[Fields], Experts],
     dense: Callable[[Fields], GatedMLP] = read_mlp,
 ) -> list[GatedMLP | Experts]:
-    """Reads the MLP of every layer: experts in sparse layers. A kind that no layer has is not read."""
+    """Reads the MLP of every layer: experts in sparse ones. A kind without layers is not read."""
     read = {kind: (experts if kind else dense)(fields) for kind in set(is_sparse)}
     return [read[kind] for kind in is_sparse]
 
@@ -573,7 +600,7 @@ def read_corrected_mlps(fields: Fields) -> list[GatedMLP | Experts]:
 
 
 def size_fields(experts: Experts) -> dict[str, Any]:
-    """Returns the number of experts, the number per token and the width of an expert, in Qwen's fields."""
+    """Returns the number of experts, that per token, and an expert's width, in Qwen's fields."""
     return {
         "num_experts": experts.num_experts,
         "num_experts_per_tok": experts.per_token,

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,9 +35,8 @@ class Description:
     note: str
     #: Format of quantised weights; empty if weights are not quantised or the format is unsupported.
     quantisation: str
-    num_parameters: (
-        int  #: Number of stored floating-point numbers; for a quantised target, of all weights.
-    )
+    #: Number of stored floating-point numbers; for a quantised target, of all weights.
+    num_parameters: int
     num_bytes: int  #: Bytes of all tensors.
     num_tensors: int  #: Number of stored tensors.
     dtypes: dict[str, int]  #: Number of parameters stored in each dtype.
@@ -56,7 +55,7 @@ def describe(directory: str | Path) -> Description:
     """Describes a checkpoint, loadable or not.
 
     Raises:
-        CheckpointError: The directory is no checkpoint.
+        CheckpointError: The directory is not a checkpoint.
     """
     opened = open_checkpoint(directory)
     path = opened.directory
@@ -67,31 +66,36 @@ def describe(directory: str | Path) -> Description:
     else:
         tensors = stored.held or stored.tensors
         config = dict(stored.config)
-    problem, note, target = _read(opened, config, tensors)
+
+    reading = _read(opened, config, tensors)
     has_tokenizer, refusal = _tokenizer(path)
     template = None
     try:
         template = ChatTemplate.from_config(tokenizer_config_of(path))
     except ValueError as error:
         refusal = refusal or str(error)
-    problem = problem or refusal
+    problem = reading.problem or refusal
+
     dtypes = collections.Counter[str]()
     for tensor in tensors.values():
-        # Integers, as in d2t, are no parameters. numpy does not count the types of ml_dtypes as
+        # Integers, as in d2t, are not parameters. numpy does not count the types of ml_dtypes as
         # floats.
         if not np.issubdtype(tensor.dtype, np.integer) and tensor.dtype != np.bool_:
             dtypes[getattr(tensor, "label", str(tensor.dtype))] += tensor.size
     num_parameters = sum(dtypes.values())
     words = ""
+    target = reading.target
     if target is not None and target.quantisation is not None:
+        # One stored number may hold several weights.
         num_parameters = sum(leaf.size for _, leaf in flatten(target.params))
         words = target.quantisation.words
+
     return Description(
         kind=_label(opened.kind, config),
         dialect=layout_of(opened),
         loadable=not problem,
         problem=problem,
-        note=note,
+        note=reading.note,
         quantisation=words,
         num_parameters=num_parameters,
         num_bytes=sum(tensor.nbytes for tensor in tensors.values()),
@@ -115,18 +119,24 @@ def _tokenizer(path: Path) -> tuple[bool, str]:
         return True, str(error)
 
 
-def _read(
-    opened: Opened, config: Mapping[str, Any], tensors: Mapping[str, Any]
-) -> tuple[str, str, TargetCheckpoint | None]:
-    """Returns the problem, the note and, if it is one that can be read, the target."""
+class _Reading(NamedTuple):
+    """What an attempt to read a checkpoint tells."""
+
+    problem: str = ""  #: The reason why it cannot be loaded; empty when it can.
+    note: str = ""  #: What a user should know of it.
+    target: TargetCheckpoint | None = None  #: The target, if it is one that can be loaded.
+
+
+def _read(opened: Opened, config: Mapping[str, Any], tensors: Mapping[str, Any]) -> _Reading:
     try:
         if opened.kind in HEADS:
-            return "", head_of(opened).note, None
+            return _Reading(note=head_of(opened).note)
         target = target_of(opened)
     except TargetNeededError as error:
-        return "", str(error), None
+        return _Reading(note=str(error))
     except CheckpointError as error:
-        return str(error), "", None
+        return _Reading(problem=str(error))
+
     wrapper = None if opened.stored is None else described(opened.stored.fields).wrapper
     notes = [] if wrapper is None else [wrapper.note(tensors)]
     if target.quantisation is not None:
@@ -137,11 +147,11 @@ def _read(
         notes.append(
             "it may be given as the drafter of a larger target with the same tokenizer too"
         )
-    return "", "; ".join(notes), target
+    return _Reading(note="; ".join(notes), target=target)
 
 
 def _label(kind: str, config: Mapping[str, Any]) -> str:
-    """Returns a kind in words, from the ``config.json`` of a checkpoint or the description of a native one."""
+    """Returns a kind in words, by the ``config.json`` or the description of a native checkpoint."""
     if kind in HEADS:
         return f"draft head: {HEADS[kind].label}"
     model_type = str(config.get("family", config.get("model_type")))

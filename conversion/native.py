@@ -1,4 +1,4 @@
-"""Native checkpoints: ``eagle3_jax.json`` and an Orbax tree of arrays, bit-equal to what was written.
+"""Native checkpoints: ``eagle3_jax.json`` and an Orbax tree of arrays, bit for bit.
 
 The JSON file holds the configuration strictly: every field is named, and no default replaces a
 missing one.
@@ -70,6 +70,7 @@ def write_native(checkpoint: TargetCheckpoint | HeadCheckpoint, directory: str |
 
     where = str(checkpoint.source)
     values = {"format": FORMAT, "config": to_json(checkpoint.config), "dtype": checkpoint.dtype}
+
     if isinstance(checkpoint, TargetCheckpoint):
         shapes = DecoderTarget(checkpoint.config).param_shapes()
         leaves = rules.write_params(
@@ -80,6 +81,7 @@ def write_native(checkpoint: TargetCheckpoint | HeadCheckpoint, directory: str |
             "family": checkpoint.family.model_type,
             "stop_tokens": list(checkpoint.stop_tokens),
         }
+
     else:
         shapes = HEADS[checkpoint.method].param_shapes(checkpoint.config)
         leaves = rules.write_params(_identity(shapes), checkpoint.head, shapes, where=where)
@@ -93,6 +95,7 @@ def write_native(checkpoint: TargetCheckpoint | HeadCheckpoint, directory: str |
             "has_embedding": checkpoint.embedding is not None,
             "num_target_layers": checkpoint.num_target_layers,
         }
+
     with new_directory(directory, sum(leaf.nbytes for leaf in leaves.values())) as temporary:
         with orbax_quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             # Flat, because Orbax would turn the integer keys of lists of layers into strings.
@@ -110,6 +113,7 @@ def read_native_target(directory: Path, extra_family: Family | None = None) -> T
     if not isinstance(fields.get("stop_tokens"), list):
         raise fields.wrong("stop_tokens", "expected a list of token ids")
     stop_tokens = fields.token_ids("stop_tokens", config.vocab_size)
+
     leaves = read_leaves(directory)
     rules.check_layers(
         config.num_layers, leaves, r"blocks\.(\d{1,9})\.", f"{fields.where}: num_layers"
@@ -134,9 +138,11 @@ def read_native_head(directory: Path, target: DecoderConfig | None) -> HeadCheck
     config = from_json(kind.classes[0], fields.get("config"), f"{fields.where}, config")
     if target is not None:
         check_fit(config, target, where)
+
     leaves = read_leaves(directory)
     embedding = leaves.pop("embedding", None)
     draft_to_target = leaves.pop("draft_to_target", None)
+
     # Without a map draft ids are target ids; a smaller vocabulary needs one.
     has_ids = draft_to_target is not None or config.draft_vocab_size == config.vocab_size
     if fields.flag("has_embedding") != (embedding is not None) or not has_ids:
@@ -148,6 +154,7 @@ def read_native_head(directory: Path, target: DecoderConfig | None) -> HeadCheck
         draft_vocab.check_ids(draft_to_target, size, config.vocab_size, f"{where}: draft_to_target")
     if embedding is not None:
         check_embedding(config, embedding, where)
+
     leaves = {path.removeprefix("head."): leaf for path, leaf in leaves.items()}
     for stack, count in kind.stacks.items():
         rules.check_layers(
@@ -156,6 +163,7 @@ def read_native_head(directory: Path, target: DecoderConfig | None) -> HeadCheck
             rf"{stack}\.(\d{{1,9}})\.",
             f"{fields.where}: layers in {stack!r}",
         )
+
     shapes = kind.param_shapes(config)
     head = rules.read_params(_identity(shapes), leaves, shapes, where=where)
     depth = fields.optional_size("num_target_layers")
@@ -203,10 +211,11 @@ def read_leaves(directory: Path) -> dict[str, np.ndarray]:
             raise CheckpointError(
                 f"{path} is damaged ({reason[:160]}); convert the checkpoint again"
             ) from None
+
     if not isinstance(leaves, dict) or not all(
         isinstance(leaf, np.ndarray) for leaf in leaves.values()
     ):
-        raise CheckpointError(f"{path} is no flat tree of arrays; convert the checkpoint again")
+        raise CheckpointError(f"{path} is not a flat tree of arrays; convert the checkpoint again")
     return leaves
 
 
@@ -249,6 +258,7 @@ def _typed(hint: Any, value: Any, name: str, where: str) -> Any:
     options = typing.get_args(hint) if is_union else (hint,)
     if value is None and type(None) in options:
         return None
+
     configs = [option for option in options if dataclasses.is_dataclass(option)]
     if configs:
         kind = value.get("kind") if isinstance(value, dict) else None
@@ -258,12 +268,14 @@ def _typed(hint: Any, value: Any, name: str, where: str) -> Any:
                 f"{where}: {name} is of kind {short(kind)}, which this version does not know"
             )
         return from_json(config, value, f"{where}, {name}")  # type: ignore[arg-type]
+
     if typing.get_origin(hint) is tuple and isinstance(value, list):
         entry_type = typing.get_args(hint)[0]
         return tuple(
             _typed(entry_type, entry, f"{name}[{index}]", where)
             for index, entry in enumerate(value)
         )
+    # JSON writers may drop the point of a float.
     if float in options and type(value) is int and abs(value) < 1e300:
         return float(value)
     if not any(_is_a(value, option) for option in options):

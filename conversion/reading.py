@@ -42,7 +42,7 @@ def open_checkpoint(directory: str | Path) -> Opened:
 
 
 def layout_of(opened: Opened) -> str:
-    """Returns the layout of a checkpoint: ``jax``, ``gguf``, ``huggingface``, or a layout of the head's method."""
+    """Returns ``jax``, ``gguf``, ``huggingface``, or the layout of the head's method."""
     if opened.stored is None:
         return "jax"
     if opened.kind in HEADS:
@@ -58,7 +58,7 @@ def identify(directory: str | Path) -> str:
         head such as ``eagle3``.
 
     Raises:
-        CheckpointError: The directory is no checkpoint, or its kind is unknown.
+        CheckpointError: The directory is not a checkpoint, or its kind is unknown.
     """
     return open_checkpoint(directory).kind
 
@@ -68,6 +68,7 @@ def recognise(signs: Signs, where: str) -> str:
     for kind in HEADS.values():
         if kind.recognise(signs):
             return kind.name
+
     known = str(signs.config.get("model_type")) in {*FAMILIES, *WRAPPERS}
     # A known family may have any prefix before its layers; it is checked when they are read.
     layers = (
@@ -75,11 +76,13 @@ def recognise(signs: Signs, where: str) -> str:
         if known
         else r"(language_model\.)?(model\.)?layers\.\d+\."
     )
+
     if (
         signs.has(rf"{layers}|h\.\d+\.|transformer\.h\.\d+\.")
         or "embed_tokens.weight" in signs.names
     ):
         return TARGET if known else LANGUAGE_MODEL
+
     sample = ", ".join(sorted(signs.names)[:3])
     raise CheckpointError(
         f"{where} is neither a target nor a draft head that is known (it holds {sample})"
@@ -94,8 +97,8 @@ def read_target(directory: str | Path, family: Family | None = None) -> TargetCh
         family: A family of the caller, in addition to those of ``eagle3_jax.conversion.families``.
 
     Raises:
-        CheckpointError: The checkpoint is no target, or this library cannot compute it; the message
-            gives the reason.
+        CheckpointError: The checkpoint is not a target, or this library cannot compute it; the
+            message gives the reason.
     """
     return target_of(open_checkpoint(directory), family)
 
@@ -128,8 +131,8 @@ def read_head(
             it (``eagle3_jax.conversion.heads.layer_ids``).
 
     Raises:
-        CheckpointError: The checkpoint is no head, is incomplete, or does not fit the target; the
-            message gives the reason.
+        CheckpointError: The checkpoint is not a head, is incomplete, or does not fit the target;
+            the message gives the reason.
     """
     return head_of(open_checkpoint(directory), target, layer_ids=layer_ids)
 
@@ -142,24 +145,26 @@ def head_of(
         raise CheckpointError(
             f"{opened.directory} is a language model, not a draft head; give it as the target"
         )
+
     if opened.stored is None:
         _refuse_layer_ids(
             layer_ids, f"{opened.directory} is in the native layout, which counts layers entered"
         )
         return native.read_native_head(opened.directory, target)
     if opened.kind not in _COUNTED:
-        _refuse_layer_ids(layer_ids, f"{opened.directory} holds no EAGLE-3 or P-EAGLE head")
+        _refuse_layer_ids(layer_ids, f"{opened.directory} is not an EAGLE-3 or P-EAGLE head")
+
     try:
         top = opened.stored.fields
         for fields in (top, top.section("transformer_layer_config")):
-            if (
-                fields.get("quantization_config") is not None
-            ):  # only targets may have quantised weights
+            # Only targets may have quantised weights.
+            if fields.get("quantization_config") is not None:
                 raise fields.wrong("quantization_config", "give the head before quantisation")
         return HEADS[opened.kind].read(opened.stored._replace(layer_ids=layer_ids), target)
     except TargetNeededError:
         raise
     except CheckpointError as error:
+        # A wrong config.json is a likelier cause than tensors that are wrong in the same way.
         signs = Signs.read(Fields({}, ""), opened.stored.tensors)
         named = next((kind for kind in HEADS.values() if kind.recognise(signs)), None)
         if named is None or named.name == opened.kind:
@@ -184,7 +189,7 @@ def convert(
     *,
     layer_ids: str | None = None,
 ) -> tuple[str, str]:
-    """Converts a target or a head to another layout, and returns both: the one that was recognized and the new one.
+    """Converts a target or a head to another layout; returns the recognised layout and the new one.
 
     Args:
         source: A checkpoint directory in any supported layout, or a GGUF file.
@@ -201,6 +206,7 @@ def convert(
     """
     if to not in (None, "jax", *LAYOUTS):
         raise CheckpointError(f"--to {to!r} is not known; use one of jax, {', '.join(LAYOUTS)}")
+
     opened = open_checkpoint(source)
     if opened.kind in HEADS:
         checkpoint = head_of(opened, target, layer_ids=layer_ids)
@@ -210,6 +216,7 @@ def convert(
         _refuse_layer_ids(layer_ids, f"{source} holds no draft head")
         checkpoint = target_of(opened)
         written = "jax" if to == "jax" else "huggingface"
+
     if written == "jax":
         write_native(checkpoint, destination)
     elif isinstance(checkpoint, TargetCheckpoint):

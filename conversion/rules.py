@@ -1,4 +1,4 @@
-"""Rule tables between a foreign checkpoint's tensor names and our nested parameters, applied strictly both ways.
+"""Rules between a foreign checkpoint's tensor names and our parameters, applied strictly both ways.
 
 A table is a list of exact pairs, generated for one configuration. It lists every expected tensor,
 so a tensor that is missing, unknown, given twice or of another shape is an error and never a
@@ -68,19 +68,20 @@ COMPLETE = Part()  #: All of an array.
 
 
 class Rule(NamedTuple):
-    """The name of a tensor in a foreign checkpoint and its path in our parameters; or those of a piece of a tensor."""
+    """The name of a tensor in a foreign checkpoint and its path in our parameters.
+
+    Or those of a piece of a tensor.
+    """
 
     source: str  #: Name in the foreign checkpoint.
     path: str  #: Path in our parameters, joined by dots, as in ``blocks.0.attention.o.kernel``.
-    transpose: bool = (
-        False  #: Whether the tensor is the transpose of our array, on the last two axes.
-    )
+    #: Whether the tensor is the transpose of our array, on the last two axes.
+    transpose: bool = False
     part: Part = COMPLETE  #: The part of our array that the tensor fills.
     #: The piece of the tensor, after ``transpose``. Other pieces have rules with the same source.
     cut: Part = COMPLETE
-    reverse: bool = (
-        False  #: Whether all axes are in the opposite order, as those of a convolution's kernel.
-    )
+    #: Whether all axes are in the opposite order, as those of a convolution's kernel.
+    reverse: bool = False
 
     def stored_shape(self, array_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of the tensor in the checkpoint, from the shape of our array."""
@@ -181,12 +182,14 @@ def read_params(
         name for name in tensors if name in sources or not ignored.fullmatch(name)
     )
     _check_names(where, sources, names)
+
     expected = {path: tuple(leaf.shape) for path, leaf in flatten(shapes)}
     parts: dict[str, list[tuple[Rule, Array]]] = collections.defaultdict(list)
     for rule in rules:
         tensor = tensors[rule.source]
         check_matrix(tensor, rule.stored_shape(expected[rule.path]), f"{where}: {rule.source}")
         parts[rule.path].append((rule, _transposed(tensor, rule)))
+
     _check_table(rules, expected)
     arrays = {path: _joined(parts[path], shape) for path, shape in expected.items()}
     return jax.tree.map_with_path(lambda path, _: arrays[_dotted(path)], shapes)
@@ -206,6 +209,7 @@ def write_params(
     for path, leaf in leaves.items():
         check_matrix(leaf, expected[path], f"{where}: {path}")
     _check_table(rules, expected)
+
     tensors: dict[str, np.ndarray] = {}
     for rule in rules:
         leaf = leaves[rule.path]
@@ -213,6 +217,7 @@ def write_params(
         if rule.cut == COMPLETE:
             tensors[rule.source] = _transposed(part.reshape(rule.part.shape(leaf.shape)), rule)
         else:
+            # The first rule of a tensor creates it; its other rules fill their pieces.
             empty = np.empty(rule.stored_shape(leaf.shape), leaf.dtype)
             tensor = tensors.setdefault(rule.source, empty)
             piece = rule.cut.view(_transposed(tensor, rule))
@@ -223,7 +228,10 @@ def write_params(
 def check_layers(
     num_layers: int, names: Iterable[str], pattern: str, label: str, unit: str = "layers"
 ) -> None:
-    """Refuses a number of layers that the names of the tensors contradict, before anything of that size is built."""
+    """Refuses a number of layers that the names of the tensors contradict.
+
+    Callers check this before they build anything of that size.
+    """
     stored = len(numbers_in(names, pattern))
     if stored != num_layers:
         raise CheckpointError(f"{label} is {short(num_layers)}; the file holds {stored} {unit}")
@@ -235,12 +243,12 @@ def any_of(*patterns: str) -> re.Pattern[str]:
 
 
 def numbers_in(names: Iterable[str], pattern: str) -> set[int]:
-    """Returns the numbers in the names that begin with a match of ``pattern``, whose group is the number."""
+    """Returns the numbers, which are the group of ``pattern``, in names that begin with a match."""
     return {int(match[1]) for name in names if (match := re.match(pattern, name))}
 
 
 def check_float(value: Array, label: str) -> None:
-    """Refuses all types but float32, float16 and bfloat16; ``label`` is the array's name in messages."""
+    """Refuses types other than float32, float16 and bfloat16; ``label`` names the array."""
     if str(value.dtype) not in FLOATS:
         raise CheckpointError(
             f"{label} is stored as {value.dtype}; expected float32, float16 or bfloat16 "
@@ -249,7 +257,7 @@ def check_float(value: Array, label: str) -> None:
 
 
 def check_matrix(value: Array, shape: tuple[int, ...], label: str) -> None:
-    """Refuses an array of another shape or of no floats; ``label`` is the array's name in messages."""
+    """Refuses another shape, and numbers that are not floats; ``label`` names the array."""
     if value.shape != shape:
         raise CheckpointError(
             f"{label} has shape {list(value.shape)}; config.json asks for {list(shape)}"
@@ -272,7 +280,7 @@ def _transposed(value: Array, rule: Rule) -> Array:
 
 
 class Joined(Shaped):
-    """An array that several tensors fill. It is assembled at every read, so that memory never holds all of them.
+    """An array that several tensors fill. It is assembled at every read: memory never holds all.
 
     Attributes:
         shape: Shape of the assembled array.
@@ -289,11 +297,13 @@ class Joined(Shaped):
         self.dtype = np.result_type(*(value.dtype for _, value in parts))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Assembles a new array. Its order in memory is that of the tensors: row by row, copies are fast."""
+        """Assembles a new array."""
+        # Its order in memory is that of the tensors: row by row, copies are fast.
         shape = _transposed_shape(self.shape) if self._exchanged else self.shape
         array = np.empty(shape, dtype or self.dtype)
         if self._exchanged:
             array = array.swapaxes(-1, -2)
+
         for view_in, piece in self._pieces:
             view = view_in(array)
             view[...] = piece.reshape(view.shape)
@@ -320,7 +330,7 @@ def _joined(parts: list[tuple[Rule, Array]], shape: tuple[int, ...]) -> Array | 
 
 
 def _check_table(rules: Sequence[Rule], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Checks that the rules fill every array and every tensor; otherwise the fault is ours, not the checkpoint's."""
+    """Checks that the rules fill every array and every tensor; the fault is ours if they do not."""
     filled = collections.Counter[str]()
     needed = {path: math.prod(shape) for path, shape in expected.items()}
     for rule in rules:
@@ -330,6 +340,7 @@ def _check_table(rules: Sequence[Rule], expected: Mapping[str, tuple[int, ...]])
         if rule.cut != COMPLETE:
             filled[rule.source] += size
             needed[rule.source] = math.prod(rule.stored_shape(shape))
+
     wrong = sorted(name for name in needed if filled[name] != needed[name])
     if wrong:
         raise AssertionError(f"the rule table and the model differ: {wrong}")
@@ -339,11 +350,13 @@ def _check_names(where: str, expected: Collection[str], names: Collection[str]) 
     """Refuses missing and unexpected names."""
     missing = [name for name in expected if name not in names]
     unexpected = [name for name in names if name not in expected]
+
     parts = []
     for verb, wrong in (("misses", missing), ("holds unexpected", unexpected)):
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         if wrong:
             parts.append(f"{verb} {', '.join(wrong[:3])}{more}")
+
     if parts:
         raise CheckpointError(
             f"{where} {' and '.join(parts)}; its tensors must be exactly those that its config.json"

@@ -1,4 +1,4 @@
-"""Reads the small files of a checkpoint: configuration and tokenizer. Builds them from the metadata of a GGUF file."""
+"""Reads the small files of a checkpoint; builds them from the metadata of a GGUF file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from eagle3_jax.conversion.files import (
 
 
 def read_sidecar(checkpoint: Path, name: str) -> bytes | None:
-    """Returns the content of a small file of a checkpoint; ``None`` if there is no file of this name."""
+    """Returns the content of a small file of a checkpoint; ``None`` if there is no such file."""
     if is_gguf(checkpoint):
         text = gguf.read_text(checkpoint, name)
         return None if text is None else text.encode()
@@ -40,7 +40,7 @@ def read_sidecar(checkpoint: Path, name: str) -> bytes | None:
 
 
 def read_object(checkpoint: Path, name: str) -> dict[str, Any]:
-    """Reads the fields of a small JSON file of a checkpoint; empty if there is no file of this name."""
+    """Reads the fields of a small JSON file of a checkpoint; empty if there is no such file."""
     content = read_sidecar(checkpoint, name)
     return {} if content is None else parsed_json(content, checkpoint / name)
 
@@ -54,7 +54,7 @@ def config_of(checkpoint: Path) -> Fields:
 
 
 def tokenizer_of(checkpoint: Path) -> Tokenizer | None:
-    """Reads the tokenizer of a checkpoint, a directory or a GGUF file; returns ``None`` if it has none.
+    """Reads the tokenizer of a checkpoint, a directory or a GGUF file; ``None`` if it has none.
 
     Raises:
         CheckpointError: The file is damaged, or the tokenizer of a GGUF file is unsupported.
@@ -65,7 +65,7 @@ def tokenizer_of(checkpoint: Path) -> Tokenizer | None:
 
 
 def tokenizer_config_of(checkpoint: Path) -> dict[str, Any]:
-    """Reads the fields of the ``tokenizer_config.json`` of a checkpoint; empty if it has no such file.
+    """Reads the fields of the ``tokenizer_config.json`` of a checkpoint; empty without that file.
 
     As in transformers, a separate file with a chat template replaces the field ``chat_template``.
     Old checkpoints have their special tokens in ``special_tokens_map.json``.
@@ -74,6 +74,7 @@ def tokenizer_config_of(checkpoint: Path) -> dict[str, Any]:
     config = read_object(checkpoint, "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
         config |= read_object(checkpoint, "special_tokens_map.json")
+
     name = "chat_template.jinja"
     template = read_sidecar(checkpoint, name)
     if template is None:
@@ -87,7 +88,7 @@ def tokenizer_config_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def described_tokens(tokens: Sequence[int], checkpoint: Path) -> str:
-    """Returns token ids with their texts, such as ``2 '<|im_end|>'``; ids alone if there is no readable tokenizer."""
+    """Returns token ids with their texts, such as ``2 '<|im_end|>'``, if a tokenizer tells them."""
     tokenizer = None
     with contextlib.suppress(CheckpointError):
         tokenizer = tokenizer_of(checkpoint)

@@ -1,4 +1,4 @@
-"""Reads and writes targets in the Hugging Face layout. ``families/`` describes the differences between families."""
+"""Reads and writes targets in the Hugging Face layout; ``families/`` has their differences."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ class TargetCheckpoint:
 
 
 def read_target(stored: Stored, extra_family: Family | None = None) -> TargetCheckpoint:
-    """Reads a Hugging Face directory or a GGUF file; ``extra_family`` is a family in addition to those of the table."""
+    """Reads a Hugging Face directory or a GGUF file.
+
+    ``extra_family`` is a family in addition to those of the table.
+    """
     directory = stored.directory
     family, fields, wrapper = described(stored.fields, extra_family)
     tensors, quantisation = read_quantised(stored.tensors, stored.fields, directory)
@@ -55,11 +58,13 @@ def read_target(stored: Stored, extra_family: Family | None = None) -> TargetChe
     if wrapper is not None:
         tensors = wrapper.select(tensors)
     tensors = _under_model(tensors, str(directory))
+
     num_layers = fields.size("num_hidden_layers")
     tensors = family.select(tensors, num_layers)
     rules.check_layers(
         num_layers, tensors, r"model\.layers\.(\d{1,9})\.", f"{stored.where}: num_hidden_layers"
     )
+
     config = family.read_config(fields)
     head = tensors.get("lm_head.weight")
     known = ()
@@ -72,6 +77,7 @@ def read_target(stored: Stored, extra_family: Family | None = None) -> TargetChe
                 " model.embed_tokens.weight; set tie_word_embeddings to false, or remove"
                 " lm_head.weight"
             )
+
     shapes = DecoderTarget(config).param_shapes()
     params = rules.read_params(
         family.table(config, tensors.keys()), tensors, shapes, where=str(directory), known=known
@@ -88,13 +94,14 @@ def read_target(stored: Stored, extra_family: Family | None = None) -> TargetChe
 
 
 def dense_params(checkpoint: TargetCheckpoint) -> Params:
-    """Returns the parameters without quantisation. Quantised ones are decoded to the ``dtype`` of the checkpoint."""
+    """Returns the parameters; quantised ones are decoded to the ``dtype`` of the checkpoint."""
     if checkpoint.quantisation is None:
         return checkpoint.params
     dtype = np.dtype(getattr(ml_dtypes, checkpoint.dtype, checkpoint.dtype))
-    decoded = lambda leaf: (
-        np.asarray(leaf).astype(dtype) if getattr(leaf, "computed", False) else leaf
-    )
+
+    def decoded(leaf: Any) -> Any:
+        return np.asarray(leaf).astype(dtype) if getattr(leaf, "computed", False) else leaf
+
     return jax.tree.map(decoded, checkpoint.params)
 
 
@@ -105,14 +112,13 @@ def _dense_dtype(fields: Fields) -> str:
 
 
 def write_target(checkpoint: TargetCheckpoint, directory: str | Path) -> None:
-    """Writes a new Hugging Face directory of the target's family, readable by transformers and vLLM.
+    """Writes a Hugging Face directory of the target's family, readable by transformers and vLLM.
 
     Raises:
         CheckpointError: The directory exists, or the family's layout cannot express the target.
     """
     config = checkpoint.config
     family = checkpoint.family
-    shapes = DecoderTarget(config).param_shapes()
     stop_tokens = list(checkpoint.stop_tokens)
     stop = stop_tokens[0] if len(stop_tokens) == 1 else stop_tokens or None
     with read_from(f"the Hugging Face layout of {family.label}"):
@@ -127,8 +133,12 @@ def write_target(checkpoint: TargetCheckpoint, directory: str | Path) -> None:
         "use_cache": True,
     }
     _check_expressed(config, family, values)
+
     tensors = rules.write_params(
-        family.rules(config), dense_params(checkpoint), shapes, where=str(checkpoint.source)
+        family.rules(config),
+        dense_params(checkpoint),
+        DecoderTarget(config).param_shapes(),
+        where=str(checkpoint.source),
     )
     total = sum(tensor.nbytes for tensor in tensors.values())
     with new_directory(directory, total) as temporary:
@@ -189,6 +199,7 @@ def _under_model(tensors: Mapping[str, Any], where: str) -> Mapping[str, Any]:
             f"{where}: its layers are named {named}; expected model.layers.0 for those of the"
             " language model, so rename them and remove the others"
         )
+
     return rules.renamed(tensors, functools.partial(_under_prefix, prefixes[0]), where)
 
 
@@ -200,7 +211,7 @@ def _under_prefix(prefix: str, name: str) -> str:
 
 
 def _tokens_of_texts(source: Path) -> dict[str, int | None]:
-    """Returns the token ids that only tokenizers use, as the source has them; null for an absent one."""
+    """Returns the token ids that only tokenizers use, as the source has them; null if absent."""
     fields = Fields(read_object(source, "config.json"), str(source / "config.json"))
     names = ("bos_token_id", "pad_token_id")
     return {name: None if fields.get(name) is None else fields.integer(name) for name in names}

@@ -34,24 +34,15 @@ _WEIGHTS = (SAFETENSORS, f"{SAFETENSORS}.index.json", PICKLE, f"{PICKLE}.index.j
 _ADAPTER = "adapter_config.json"
 _MEDUSA = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
+# fmt: off
 _DTYPES = {
-    "BOOL": np.bool_,
-    "U8": np.uint8,
-    "I8": np.int8,
-    "I16": np.int16,
-    "U16": np.uint16,
-    "I32": np.int32,
-    "U32": np.uint32,
-    "I64": np.int64,
-    "U64": np.uint64,
-    "F16": np.float16,
-    "BF16": ml_dtypes.bfloat16,
-    "F32": np.float32,
-    "F64": np.float64,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn,
-    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "I16": np.int16, "U16": np.uint16,
+    "I32": np.int32, "U32": np.uint32, "I64": np.int64, "U64": np.uint64,
+    "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32, "F64": np.float64,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
     "F8_E8M0": ml_dtypes.float8_e8m0fnu,
 }
+# fmt: on
 
 
 class Signs(NamedTuple):
@@ -84,12 +75,10 @@ class Stored(NamedTuple):
     #: The user's ``--layer-ids``: ``entering`` or ``leaving``, see
     #: :mod:`eagle3_jax.conversion.heads.layer_ids`.
     layer_ids: str | None = None
-    held: Mapping[str, Any] | None = (
-        None  #: The tensors that a GGUF file stores; ``None`` otherwise.
-    )
-    quantisation: Quantisation | None = (
-        None  #: The quantisation of a GGUF file; ``None`` otherwise.
-    )
+    #: The tensors that a GGUF file stores; ``None`` otherwise.
+    held: Mapping[str, Any] | None = None
+    #: The quantisation of a GGUF file; ``None`` otherwise.
+    quantisation: Quantisation | None = None
 
     @property
     def where(self) -> str:
@@ -108,11 +97,12 @@ class Stored(NamedTuple):
 
 
 def read_stored(directory: Path) -> Stored:
-    """Opens a checkpoint. Weights are read first: "not a checkpoint" says more than "no config.json"."""
+    """Opens a checkpoint."""
     if is_gguf(directory):
         contents = read_contents(directory)
         stored = Stored(directory, contents.config, contents.tensors)
         return stored._replace(held=contents.held, quantisation=contents.quantisation)
+    # Weights are read first: "not a checkpoint" says more than "no config.json".
     tensors = read_tensors(directory)
     return Stored(directory, read_json(directory / "config.json"), tensors)
 
@@ -139,12 +129,14 @@ def _read_directory(directory: Path) -> dict[str, np.ndarray]:
         path = directory / name
         if path.is_file():
             return _read_sharded(path) if name.endswith(".index.json") else read_file(path)
+
     if (directory / _ADAPTER).is_file():
         base = str(read_json(directory / _ADAPTER).get("base_model_name_or_path"))[:80]
         raise CheckpointError(
             f"{directory} is a LoRA adapter ({_ADAPTER}) of {base}; merge it into that model, for"
             " example with merge_and_unload() of peft, and give the directory of the result"
         )
+
     suffixes = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
     strays = sorted(path.name for path in directory.iterdir() if path.suffix in suffixes)
     for name in strays:
@@ -188,12 +180,14 @@ def _read_sharded(index: Path) -> dict[str, np.ndarray]:
             f"{index} has no weight_map; it must say which shard holds which tensor"
         )
     tensors: dict[str, np.ndarray] = {}
+
     for shard in sorted(set(map(str, weight_map.values()))):
         # An index must not lead out of its directory.
         if len(shard) > 255 or Path(shard).name != shard or "\0" in shard:
             raise CheckpointError(
                 f"{index} names the shard {short(shard)}; expected a file name without directories"
             )
+
         path = index.parent / shard
         if not path.is_file():
             raise CheckpointError(
@@ -206,6 +200,7 @@ def _read_sharded(index: Path) -> dict[str, np.ndarray]:
                     f"{path} holds {name}, which {index.name} lists {listed}; rebuild the index"
                 )
             tensors[name] = value
+
     for name in sorted(weight_map.keys() - tensors.keys())[:1]:
         raise CheckpointError(
             f"{index.parent / weight_map[name]} does not hold {name}, which {index.name} places"
@@ -215,21 +210,23 @@ def _read_sharded(index: Path) -> dict[str, np.ndarray]:
 
 
 def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    # safe_open checks sizes, offsets and names. Its reader for numpy has no bfloat16, so the
+    # tensors are read here.
     try:
-        with safe_open(
-            path, "np"
-        ):  # validates sizes, offsets and names; its numpy reader has no bfloat16
+        with safe_open(path, "np"):
             pass
     except SafetensorError as error:
         raise CheckpointError(
-            f"{path} is truncated or damaged ({str(error)[:200]}); it is no complete safetensors"
-            " file, fetch it again"
+            f"{path} is truncated or damaged ({str(error)[:200]}); it is not a complete"
+            " safetensors file, fetch it again"
         ) from None
+
     with path.open("rb") as file:
         (size,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(size))
     header.pop("__metadata__", None)
     data = np.memmap(path, np.uint8, mode="r")[8 + size :]
+
     tensors = {}
     for name, entry in header.items():
         dtype = entry["dtype"]
@@ -253,6 +250,7 @@ def _read_pickle(path: Path) -> dict[str, np.ndarray]:
             "reading a PyTorch file (.bin, .pt) needs torch: pip install 'eagle3-jax[convert]', "
             "or convert the file to model.safetensors"
         ) from None
+
     try:
         # weights_only: a pickle from the network must not run code.
         loaded = torch.load(path, map_location="cpu", weights_only=True)
@@ -260,9 +258,10 @@ def _read_pickle(path: Path) -> dict[str, np.ndarray]:
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__
         raise CheckpointError(
-            f"{path} is truncated, damaged or no file of plain tensors ({reason[:120]}); fetch it"
-            " again"
+            f"{path} is truncated, damaged or not a file of plain tensors ({reason[:120]}); fetch"
+            " it again"
         ) from None
+
     if not isinstance(loaded, dict) or not all(
         isinstance(value, torch.Tensor) for value in loaded.values()
     ):
@@ -282,6 +281,7 @@ def _as_numpy(torch: ModuleType, value: Any, label: str) -> np.ndarray:
         raise CheckpointError(
             f"{label} repeats its numbers to shape {list(value.shape)}; expected them in full"
         )
+
     value = value.detach().contiguous()
     if value.dtype == torch.bfloat16:  # numpy has no bfloat16
         return value.view(torch.int16).numpy().view(ml_dtypes.bfloat16)

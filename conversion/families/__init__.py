@@ -57,7 +57,7 @@ WRAPPERS: dict[str, Wrapper] = {
 
 
 def family_of(model_type: Any, where: str, extra_family: Family | None = None) -> Family:
-    """Returns the family of a ``model_type``; ``extra_family`` has priority over the families of the table."""
+    """Returns the family of a ``model_type``; ``extra_family`` has priority over the table's."""
     known = dict(FAMILIES)
     if extra_family is not None:
         known[extra_family.model_type] = extra_family
@@ -74,11 +74,12 @@ class Described(NamedTuple):
 
     family: Family  #: Its family.
     fields: Fields  #: Its fields.
-    wrapper: Wrapper | None  #: The model that contains it; ``None`` if it is published without one.
+    #: The model that contains it; ``None`` if it is published without one.
+    wrapper: Wrapper | None
 
 
 def described(fields: Fields, extra_family: Family | None = None) -> Described:
-    """Returns the language model that a ``config.json`` describes, also as a part of a larger model.
+    """Returns the language model in a ``config.json``, also as a part of a larger model.
 
     ``extra_family`` has priority over the families of the table.
     """
@@ -91,7 +92,7 @@ def described(fields: Fields, extra_family: Family | None = None) -> Described:
 
 
 def read_config(fields: Fields) -> DecoderConfig:
-    """Reads the description of the target in a ``config.json``, also as a part of a larger model."""
+    """Reads the target in a ``config.json``, also as a part of a larger model."""
     family, language_fields, _ = described(fields)
     return family.read_config(language_fields)
 

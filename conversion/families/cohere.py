@@ -1,4 +1,4 @@
-"""Command R and Command A: one LayerNorm a block, which attention and MLP both read, and scaled logits."""
+"""Command R and Command A: attention and MLP read the same LayerNorm; logits are scaled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read_cohere(fields: Fields) -> DecoderConfig:
 
 
 def read_cohere2(fields: Fields) -> DecoderConfig:
-    """Reads Command A, whose layers either have a window and rotate, or have no window and do not rotate."""
+    """Reads Command A, whose layers have a window and rotate, or have neither."""
     period = fields.size("sliding_window_pattern", 4)
     windows = hf_config.read_windows(
         fields, hf_config.read_window(fields), lambda layer: (layer + 1) % period > 0
@@ -47,6 +47,7 @@ def _decoder(fields: Fields, mixers: list[GroupedQuery]) -> DecoderConfig:
         position_embedding_type="rope_gptj",
         rotary_pct=1.0,
     )
+
     mlp = hf_config.read_mlp(fields)
     scale = fields.number("logit_scale")
     layers = [LayerConfig(mixer=mixer, mlp=mlp, norms="parallel") for mixer in mixers]

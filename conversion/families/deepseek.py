@@ -1,4 +1,4 @@
-"""DeepSeek V3 and R1, and models like them: Kimi K2, GLM-4.7-Flash, and with an index of keys V3.2 and GLM-5.
+"""DeepSeek V3 and R1, Kimi K2 and GLM-4.7-Flash; V3.2 and GLM-5, which have an index of keys.
 
 The index chooses ``index_topk`` keys for each token. In a text of at most ``index_topk`` tokens it
 chooses all keys. So a target with an index is read as a target without one, limited to that length.
@@ -59,11 +59,13 @@ def read_latent(fields: Fields, *, interleaved: bool, index_topk: int | None = N
             f"num_attention_heads is {heads}, and each head of latent attention has its own keys",
         )
     fields.only(mlp_bias=False)
+
     rope = hf_config.read_rope(fields, interleaved=interleaved)
     if rope.type not in ("default", "yarn"):
         raise CheckpointError(
             f"{fields.where}: rope type {rope.type!r} of latent attention; expected default or yarn"
         )
+
     nope_dim = fields.size("qk_nope_head_dim")
     rope_dim = fields.size("qk_rope_head_dim")
     scale = _scale(rope, nope_dim + rope_dim)
@@ -83,7 +85,8 @@ def read_latent(fields: Fields, *, interleaved: bool, index_topk: int | None = N
 
 
 def _scale(rope: RopeConfig, size: int) -> float | None:
-    """Returns the scale of the scores. yarn multiplies it by a squared factor, in addition to the one of cosines."""
+    """Returns the scale of the scores; ``None`` for the usual one."""
+    # yarn multiplies it by a squared factor, in addition to the factor of cosines.
     if rope.type != "yarn" or not rope.mscale_all_dim or rope.factor <= 1:
         return None
     factor = 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0
@@ -95,6 +98,7 @@ def write_fields(config: DecoderConfig, *, by_types: bool = False) -> dict[str, 
     mixer = config.layers[0].mixer
     if not isinstance(mixer, Latent):
         raise CheckpointError("this layout has latent attention in every layer; use --to jax")
+
     dense = hf_config.dense_layers(config)
     types = [_DENSE if layer in dense else _SPARSE for layer in range(config.num_layers)]
     attention = {
@@ -109,6 +113,7 @@ def write_fields(config: DecoderConfig, *, by_types: bool = False) -> dict[str, 
         "attention_bias": mixer.bias,
         "rope_interleave": mixer.rope.interleaved,
     }
+
     # Without these two fields engines choose experts in another way.
     routing = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     return {
@@ -123,7 +128,8 @@ def write_fields(config: DecoderConfig, *, by_types: bool = False) -> dict[str, 
 
 
 def refuse_to_write(config: DecoderConfig, *, label: str) -> dict[str, Any]:
-    """Refuses to write a target whose index of keys was not read, because no other program runs it without one."""
+    """Refuses to write a target whose index of keys was not read."""
+    # No other program runs such a target without its index.
     del config
     raise CheckpointError(
         f"the Hugging Face layout of {label} has an index that chooses keys, which is not read and"
@@ -143,6 +149,7 @@ def latent(config: Latent, source: str, path: str) -> list[Rule]:
         rules += linear(f"{source}.q_b_proj", f"{path}.q_b")
     rules += linear(f"{source}.kv_a_proj_with_mqa", f"{path}.kv_a", bias=config.bias)
     rules.append(norm(f"{source}.kv_a_layernorm", f"{path}.kv_a_norm"))
+
     # The tensor has, for each head, the rows of its keys and then the rows of its values.
     size = config.nope_dim + config.value_dim
     sections = (("key_up", 0, config.nope_dim), ("value_up", config.nope_dim, size))

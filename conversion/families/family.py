@@ -35,9 +35,8 @@ class Family(NamedTuple):
     #: Returns the fields of ``config.json`` that differ between families. It need not refuse
     #: settings that the fields cannot express, because written fields are read back and compared.
     write_fields: Callable[[DecoderConfig], dict[str, Any]]
-    rules: Callable[[DecoderConfig], list[Rule]] = (
-        blocks.decoder
-    )  #: Returns the rules of its tensors.
+    #: Returns the rules of its tensors.
+    rules: Callable[[DecoderConfig], list[Rule]] = blocks.decoder
     #: Rules of alternative layouts of its checkpoints, for reading. The first rules that fit the
     #: names of a file are used, beginning with ``rules``. Checkpoints are written by ``rules``.
     alternatives: tuple[Callable[[DecoderConfig], list[Rule]], ...] = ()
@@ -65,7 +64,7 @@ class Family(NamedTuple):
 
 
 class Wrapper(NamedTuple):
-    """A ``model_type`` that contains a language model and other parts. Only the language model is read."""
+    """A ``model_type`` that contains a language model, which is read, and other parts."""
 
     model_type: str  #: The value in ``config.json``.
     label: str  #: Its name in the support matrix.
@@ -80,14 +79,15 @@ class Wrapper(NamedTuple):
     check: Callable[[Fields], None] = lambda _: None
 
     def family(self, config: Mapping[str, Any]) -> str:
-        """Returns the family of the language model in a ``config.json``; the default if ``text_config`` is unusable."""
+        """Returns the family of the language model in a ``config.json``, or the default."""
         text = config.get("text_config")
         named = text.get("model_type") if isinstance(text, dict) else None
         return self.texts.get(str(named), next(iter(self.texts.values())))
 
     def fields(self, outer: Fields) -> Fields:
         """Returns the fields of the language model."""
-        hf_config.refuse_bidirectional(outer)  # transformers applies it to the language model
+        # transformers applies the outer flag to the language model.
+        hf_config.refuse_bidirectional(outer)
         text = outer.section("text_config")
         if not text.values:
             raise CheckpointError(
@@ -99,6 +99,7 @@ class Wrapper(NamedTuple):
             next(iter(self.texts)),
             purpose=f"in a model of type {self.model_type!r}",
         )
+
         self.check(text)
         # As in transformers, fields outside of text_config have priority.
         overrides = {name: outer.get(name) for name in _OUTER_FIELDS if outer.get(name) is not None}

@@ -1,4 +1,4 @@
-"""Gemma 2 and Gemma 3: norms around mixer and MLP, a scaled embedding, windows in most layers, capped scores."""
+"""Gemma 2 and 3: norms around mixer and MLP, a scaled embedding, windows, capped scores."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _GEMMA3 = {
 
 
 def read_gemma2(fields: Fields) -> DecoderConfig:
-    """Reads Gemma 2: every second layer, from the first on, has a window; scores and logits have caps."""
+    """Reads Gemma 2: layers 0, 2, 4 and so on have a window; scores and logits have caps."""
     fields.require(
         "num_key_value_heads", "head_dim", "attn_logit_softcapping", "final_logit_softcapping"
     )
@@ -41,13 +41,16 @@ def read_gemma2(fields: Fields) -> DecoderConfig:
 
 
 def read_gemma3(fields: Fields) -> DecoderConfig:
-    """Reads Gemma 3: queries and keys have norms; layers with a window rotate by another base, without an extension."""
+    """Reads Gemma 3, whose layers with a window rotate by another base, without an extension."""
     fields = Fields({**_GEMMA3, **fields.values}, fields.where)
-    fields.only(attn_logit_softcapping=None)  # transformers reads it and does not apply it
+    # transformers reads the field and does not apply it.
+    fields.only(attn_logit_softcapping=None)
     period = fields.size("sliding_window_pattern", 6)
     windows = hf_config.read_windows(
         fields, hf_config.read_window(fields), lambda layer: (layer + 1) % period > 0
     )
+
+    # transformers 5 has the two rotary embeddings by kind of layer, transformers 4 in two fields.
     parameters = fields.section("rope_parameters").values
     if parameters.keys() - {_LOCAL, _GLOBAL}:
         raise fields.wrong(
@@ -61,14 +64,16 @@ def read_gemma3(fields: Fields) -> DecoderConfig:
     full["rope_parameters"] = parameters.get(_GLOBAL)
     local_rope = hf_config.read_rope(Fields(local, fields.where))
     full_rope = hf_config.read_rope(Fields(full, fields.where), theta=1e6)
-    rope_of = lambda window: full_rope if window is None else local_rope
-    return _decoder(
-        fields, [_mixer(fields, rope_of(window), window=window, qk_norm=True) for window in windows]
-    )
+
+    mixers = []
+    for window in windows:
+        rope = full_rope if window is None else local_rope
+        mixers.append(_mixer(fields, rope, window=window, qk_norm=True))
+    return _decoder(fields, mixers)
 
 
 def _check_text(text: Fields) -> None:
-    """Refuses a cap of the logits: transformers applies it in the model of text alone, not in the one with images."""
+    """Refuses a cap of the logits, which transformers ignores in the model with images."""
     text.only(final_logit_softcapping=None)
 
 
@@ -112,6 +117,7 @@ def write_gemma3(config: DecoderConfig) -> dict[str, Any]:
     mixers = [grouped(layer) for layer in config.layers]
     sliding = next((mixer for mixer in mixers if mixer.window is not None), mixers[0])
     unlimited = next((mixer for mixer in mixers if mixer.window is None), mixers[0])
+
     local = hf_config.rope_fields(sliding.rope)
     full = hf_config.rope_fields(unlimited.rope)
     parameters = {_LOCAL: local["rope_parameters"], _GLOBAL: full["rope_parameters"]}

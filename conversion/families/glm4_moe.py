@@ -1,4 +1,4 @@
-"""GLM-4.5, 4.6 and 4.7: half of the channels rotate; experts are chosen as in DeepSeek V3, after some dense layers."""
+"""GLM-4.5, 4.6 and 4.7: half of the channels rotate; dense layers, then DeepSeek V3's experts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from eagle3_jax.models.config import DecoderConfig, LayerConfig, grouped
 
 
 def read_config(fields: Fields) -> DecoderConfig:
-    """Reads a target whose queries, keys and values may have biases and whose queries and keys may have norms."""
+    """Reads a target; q, k and v may have biases, and q and k may have norms."""
     hf_config.refuse_windows(fields)
     fields.require("num_key_value_heads", "head_dim", "n_shared_experts", "n_group", "topk_group")
     mixer = hf_config.read_mixer(

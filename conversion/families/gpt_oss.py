@@ -16,11 +16,12 @@ _ALPHA = 1.702
 
 
 def read_config(fields: Fields) -> DecoderConfig:
-    """Reads gpt-oss: every projection of attention has a bias, and every norm multiplies in float32."""
+    """Reads gpt-oss: every projection of attention has a bias; norms multiply in float32."""
     fields.require("num_key_value_heads", "head_dim", "swiglu_limit")
     if fields.get("rope_parameters") is None:
         fields.require("rope_scaling")
     fields.only(attention_bias=True, swiglu_alpha=_ALPHA)
+
     mixer = hf_config.read_mixer(
         fields, qkv_bias=True, o_bias=True, rope=hf_config.read_rope(fields, theta=150_000.0)
     )
@@ -34,6 +35,7 @@ def read_config(fields: Fields) -> DecoderConfig:
     windows = hf_config.read_windows(
         fields, hf_config.read_window(fields), lambda layer: layer % 2 == 0
     )
+
     config = hf_config.read_decoder(
         fields, dataclasses.replace(mixer, sinks=True), experts, windows=windows
     )

@@ -1,4 +1,4 @@
-"""Granite 3: a Llama with four factors, of the embedding, the scores, what blocks add, and the logits."""
+"""Granite 3: a Llama with factors of the embedding, the scores, what blocks add, and the logits."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def read_config(fields: Fields) -> DecoderConfig:
     scaling = fields.number("logits_scaling")
     if scaling <= 0:
         raise fields.wrong("logits_scaling", "expected a positive number")
+
     mixer = hf_config.read_biased_mixer(fields, scale=fields.number("attention_multiplier"))
     mlp = hf_config.read_mlp(fields, bias=fields.flag("mlp_bias"))
     factor = fields.number("residual_multiplier")

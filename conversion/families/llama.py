@@ -9,7 +9,7 @@ from eagle3_jax.models.config import DecoderConfig
 
 
 def read_config(fields: Fields) -> DecoderConfig:
-    """Reads a Llama: one flag for the biases of attention, one for those of the MLP, and no windows."""
+    """Reads a Llama: one flag for the biases of attention, one for the MLP's, and no windows."""
     hf_config.refuse_windows(fields)
     mlp = hf_config.read_mlp(fields, bias=fields.flag("mlp_bias"))
     return hf_config.read_decoder(fields, hf_config.read_biased_mixer(fields), mlp)

@@ -1,4 +1,4 @@
-"""Llama 4 Scout and Maverick, the language model: chunks of positions, layers that do not rotate, an expert a token."""
+"""Llama 4 Scout and Maverick, the language model: chunks of positions, an expert a token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ _KINDS = _CHUNKED, _FULL = ("chunked_attention", "full_attention")
 
 
 def read_config(fields: Fields) -> DecoderConfig:
-    """Reads a Llama 4. Some layers rotate and normalise queries and keys; the others scale queries by position."""
+    """Reads a Llama 4.
+
+    Some layers rotate and normalise queries and keys; the others scale queries by position.
+    """
     fields.require("num_key_value_heads", "head_dim", "use_qk_norm", "attention_chunk_size")
     count = hf_config.read_num_layers(fields)
     mlps = hf_config.read_mlps(fields, _sparse_layers(fields, count), _experts, _dense)
@@ -47,7 +50,7 @@ def _experts(fields: Fields) -> Experts:
 
 
 def _sparse_layers(fields: Fields, num_layers: int) -> list[bool]:
-    """Tells for every layer whether it has experts: from ``moe_layers``, or every ``interleave_moe_layer_step``-th."""
+    """Tells for every layer whether it has experts, by its number or by a step."""
     named = fields.indices("moe_layers", num_layers)
     if named is not None:
         return [layer in named for layer in range(num_layers)]
@@ -59,10 +62,12 @@ def _mixers(fields: Fields, num_layers: int) -> list[GroupedQuery]:
     chunk = fields.size("attention_chunk_size")
     rope = hf_config.read_rope(fields, theta=500_000.0, interleaved=True)
     usual = hf_config.read_biased_mixer(fields, rope=rope)
+
     rotates = _rotating(fields, num_layers)
     types = hf_config.read_types(fields, _KINDS, num_layers)
     if not types:
         types = [_CHUNKED if is_rotating else _FULL for is_rotating in rotates]
+
     rotating: dict[str, Any] = {"qk_l2_norm": fields.flag("use_qk_norm")}
     fixed: dict[str, Any] = {"rope": None, "query_scaling": _query_scaling(fields)}
     mixers = []
@@ -94,7 +99,8 @@ def _rotating(fields: Fields, num_layers: int) -> list[bool]:
 
 
 def _query_scaling(fields: Fields) -> QueryScaling | None:
-    """Reads the scaling of queries. Published files omit its three fields, or have the first as a number."""
+    """Reads the scaling of queries."""
+    # Published files omit its three fields, or have the first as a number.
     switch = fields.get("attn_temperature_tuning")
     if not isinstance(switch, bool):
         switch = fields.integer("attn_temperature_tuning", 1)
@@ -117,6 +123,7 @@ def write_fields(config: DecoderConfig) -> dict[str, Any]:
     dense_widths = [layer.mlp.width for layer in config.layers if isinstance(layer.mlp, GatedMLP)]
     chunks = [mixer.chunk for mixer in mixers if mixer.chunk is not None]
     sparse = [index for index, layer in enumerate(config.layers) if isinstance(layer.mlp, Experts)]
+
     attention = {
         "attention_bias": mixers[0].qkv_bias,
         "use_qk_norm": any(mixer.qk_l2_norm for mixer in rotating),
@@ -127,6 +134,7 @@ def write_fields(config: DecoderConfig) -> dict[str, Any]:
     }
     if scaling is not None:
         attention |= {"floor_scale": scaling.floor, "attn_scale": scaling.beta}
+
     mlps = {
         "intermediate_size": experts.width,
         "intermediate_size_mlp": dense_widths[0] if dense_widths else experts.width,

@@ -1,4 +1,4 @@
-"""Mistral, Ministral and Ministral 3: windows of all layers or of some, and queries that grow with their position."""
+"""Mistral, Ministral and Ministral 3: windows, and queries that grow with their position."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read_config(fields: Fields) -> DecoderConfig:
 
 
 def read_ministral3(fields: Fields) -> DecoderConfig:
-    """Reads a Ministral 3. The parameters of the rotary embedding include the scaling of queries."""
+    """Reads a Ministral 3, whose rotary parameters include the scaling of queries."""
     fields.require("num_key_value_heads", "head_dim")
     window = fields.optional_size("sliding_window")
     parameters = fields.section("rope_parameters")
@@ -34,6 +34,7 @@ def read_ministral3(fields: Fields) -> DecoderConfig:
     with read_from(parameters.where):
         floor = rope.original_max_positions or parameters.size(_FLOOR)
         scaling = QueryScaling(floor=floor, beta=parameters.number(_BETA))
+
     mixer = hf_config.read_mixer(fields, rope=rope, query_scaling=scaling)
     windows = hf_config.read_window_of_all(fields, window)
     return hf_config.read_decoder(fields, mixer, hf_config.read_mlp(fields), windows=windows)
@@ -56,7 +57,7 @@ def _scaled(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _check_text(text: Fields) -> None:
-    """Refuses contradicting ``layer_types``: transformers ignores them here, unlike in a model of text alone."""
+    """Refuses contradicting ``layer_types``: transformers ignores them in a model with images."""
     hf_config.read_window_of_all(text, text.optional_size("sliding_window"))
 
 

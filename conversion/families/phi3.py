@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: a Llama whose files hold one projection for queries, keys and values, and one for gate and up."""
+"""Phi-3 and Phi-4: a Llama with one projection for q, k and v, and one for gate and up."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ def read_config(fields: Fields) -> DecoderConfig:
     texts.
     """
     rope = hf_config.read_rope(fields, partial=1.0, types=("default", "longrope"))
+    # transformers ignores the length among the rope parameters.
     if rope.type == "longrope":
-        fields.size(
-            "original_max_position_embeddings"
-        )  # transformers ignores the one among the rope parameters
+        fields.size("original_max_position_embeddings")
     mixer = hf_config.read_mixer(fields, rope=rope)
     windows = hf_config.read_window_of_all(fields, fields.optional_size("sliding_window"))
     return hf_config.read_decoder(fields, mixer, hf_config.read_mlp(fields), windows=windows)

@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5, Qwen3 and Qwen3-MoE: shared fields of windows; norms of heads from Qwen3 on; experts in Qwen3-MoE."""
+"""Qwen2, Qwen2.5, Qwen3 and Qwen3-MoE, which share the fields of windows."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def read_qwen3_moe(fields: Fields) -> DecoderConfig:
 def _normed(
     fields: Fields, *, known: tuple[str, ...] = (), window: int | None = None
 ) -> GroupedQuery:
-    """Reads the attention of Qwen3: norms of queries and keys per head, a size of heads, one flag for all biases."""
+    """Reads the attention of Qwen3, with norms of queries and keys per head."""
     fields.require("num_key_value_heads", "head_dim")
     rope = hf_config.read_rope(fields, known=known)
     return hf_config.read_biased_mixer(fields, qk_norm=True, rope=rope, window=window)
 
 
 def read_windows(fields: Fields) -> list[int | None]:
-    """Reads the window of every layer. A size in the file counts only if windows are switched on."""
+    """Reads the window of every layer; a size counts only if windows are switched on."""
     window = hf_config.read_window(fields) if fields.flag("use_sliding_window") else None
     first = (
         0 if window is None or fields.words("layer_types") else fields.integer("max_window_layers")
@@ -65,7 +65,10 @@ def read_windows(fields: Fields) -> list[int | None]:
 
 
 def window_fields(config: DecoderConfig) -> dict[str, Any]:
-    """Returns the fields of windows. Engines read ``layer_types``, or the number of layers before the first window."""
+    """Returns the fields of windows.
+
+    Engines read ``layer_types``, or the number of layers before the first window.
+    """
     windows = [grouped(layer).window for layer in config.layers]
     sliding = [index for index, window in enumerate(windows) if window is not None]
     return {
@@ -76,7 +79,10 @@ def window_fields(config: DecoderConfig) -> dict[str, Any]:
 
 
 def read_sparse_layers(fields: Fields) -> list[bool]:
-    """Tells for every layer whether it has experts: every ``decoder_sparse_step``-th outside of ``mlp_only_layers``."""
+    """Tells for every layer whether it has experts.
+
+    These are every ``decoder_sparse_step``-th outside of ``mlp_only_layers``.
+    """
     count = hf_config.read_num_layers(fields)
     step = fields.size("decoder_sparse_step", 1)
     dense = fields.indices("mlp_only_layers", count) or []
@@ -105,7 +111,7 @@ def _qwen3_moe_fields(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _check_text(text: Fields) -> None:
-    """Refuses windows, and a missing base of the rotary embedding, whose default differs from Qwen3's."""
+    """Refuses windows, and a missing rotary base, whose default differs from Qwen3's."""
     hf_config.refuse_windows(text)
     hf_config.require_theta(text)
 

@@ -64,7 +64,10 @@ def _decoder(fields: Fields, mlps: Iterable[MLP]) -> DecoderConfig:
 
 
 def read_mixers(fields: Fields) -> list[Mixer]:
-    """Reads the mixers from ``layer_types``; default: attention in every ``full_attention_interval``-th layer."""
+    """Reads the mixers from ``layer_types``.
+
+    Default: attention in every ``full_attention_interval``-th layer.
+    """
     count = hf_config.read_num_layers(fields)
     types = hf_config.read_types(fields, _KINDS, count)
     if not types:
@@ -106,6 +109,7 @@ def mixer_fields(config: DecoderConfig) -> dict[str, Any]:
         raise CheckpointError(
             "a target without recurrent layers, or without attention, is of another family"
         )
+
     linear_fields = {field: getattr(delta, name) for name, field in _LINEAR.items()}
     types = [_DELTA if isinstance(mixer, GatedDelta) else _FULL for mixer in mixers]
     return {
@@ -143,6 +147,7 @@ def _delta_rules(config: GatedDelta, source: str, path: str, *, grouped: bool) -
     cuts = dict(in_turns(1, 1, {name: heads * size for name, size in sizes.items()}))
     rules = [Rule(f"{source}.A_log", f"{path}.a_log"), Rule(f"{source}.dt_bias", f"{path}.dt_bias")]
     rules += [norm(f"{source}.norm", f"{path}.norm"), *linear(f"{source}.out_proj", f"{path}.o")]
+
     for name, part in in_turns(heads, 1, sizes):
         kernel = Rule(
             f"{source}.conv1d.weight",
@@ -152,9 +157,11 @@ def _delta_rules(config: GatedDelta, source: str, path: str, *, grouped: bool) -
             reverse=True,
         )
         rules.append(kernel)
+
     if grouped:
         rules += linear(f"{source}.in_proj_qkvz", f"{path}.qkvz")
         return rules + linear(f"{source}.in_proj_ba", f"{path}.ba")
+
     for name, part in in_turns(heads, 1, {**sizes, "z": group * config.value_dim}):
         tensor = f"{source}.in_proj_{'z' if name == 'z' else 'qkv'}"
         rules += linear(tensor, f"{path}.qkvz", part=part, cut=cuts.get(name, COMPLETE))

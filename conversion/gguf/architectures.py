@@ -1,4 +1,4 @@
-"""The supported architectures of llama.cpp: metadata as fields of ``config.json``, and names of tensors.
+"""The architectures of llama.cpp that are read: metadata as ``config.json``, and names of tensors.
 
 Metadata has fewer fields than ``config.json``. llama.cpp's source fixes the values that all models
 of an architecture share. Here ``constants`` and the functions of an architecture set them.
@@ -48,7 +48,10 @@ class Source(NamedTuple):
         return self.fields.size("attention.key_length", max(width // heads, 1))
 
     def only(self, **supported: Any) -> None:
-        """Refuses keys that have another value than the supported one. ``__`` replaces dots. Absent keys pass."""
+        """Refuses keys with another value than the supported one; absent keys pass.
+
+        ``__`` replaces dots.
+        """
         self.fields.only(**{name.replace("__", "."): value for name, value in supported.items()})
 
 
@@ -87,10 +90,12 @@ _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per
 # Keys that every architecture may have: the functions below read them, or they do not change the
 # computation.
 _KNOWN = (
-    "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.causal", "expert_count",
-    "expert_used_count", "rope.dimension_count", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor",
-    "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.yarn_ext_factor",
-    "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "vocab_size",
+    "attention.head_count_kv", "attention.key_length", "attention.value_length",
+    "attention.causal", "expert_count", "expert_used_count", "rope.dimension_count",
+    "rope.freq_base", "rope.scaling.type", "rope.scaling.factor",
+    "rope.scaling.original_context_length", "rope.scaling.finetuned",
+    "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor",
+    "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "vocab_size",
 )  # fmt: skip
 _NAMES = {
     "attn_norm": "input_layernorm",
@@ -123,7 +128,10 @@ def _biases(source: Source) -> dict[str, Any]:
 
 
 def _windows(source: Source, period: int) -> list[str]:
-    """Returns the kinds of attention as ``layer_types``. By default every ``period``-th layer has full attention."""
+    """Returns the kinds of attention as ``layer_types``.
+
+    Default: every ``period``-th layer has full attention.
+    """
     slides = source.fields.get("attention.sliding_window_pattern")
     if not isinstance(slides, list):
         period = source.fields.size("attention.sliding_window_pattern", period)
@@ -137,11 +145,13 @@ def _rope(source: Source) -> dict[str, Any]:
     """Reads the rotary embedding as ``rope_theta`` and ``rope_scaling``."""
     fields = source.fields
     theta = fields.number("rope.freq_base", 10_000.0)
+    # Phi-3's factors are tensors; its function reads them.
     kinds = ["none", "linear", "yarn"]
     if LONG_FACTORS in source.header.tensors:
         kinds.append("longrope")
     kind = fields.one_of("rope.scaling.type", kinds, "none")
     source.only(rope__scaling__yarn_ext_factor=1.0)
+
     scaling: dict[str, Any] | None = None
     if kind in ("linear", "yarn"):
         scaling = {"rope_type": kind, "factor": fields.number("rope.scaling.factor")}
@@ -154,52 +164,62 @@ def _rope(source: Source) -> dict[str, Any]:
                 "beta_slow": fields.number("rope.scaling.yarn_beta_slow", 1.0),
                 "attention_factor": fields.optional_number("rope.scaling.yarn_attn_factor"),
             }
+
+    # The converter writes Llama 3.1's scaling as a tensor of divisors, without its parameters.
     if ROPE_FREQS in source.header.tensors:
         if scaling is not None:
             raise CheckpointError(
                 f"{fields.where} holds {ROPE_FREQS} and scales its rotations as {kind!r} too"
             )
         scaling = _llama3(source, theta)
+
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 
 def _llama3(source: Source, theta: float) -> dict[str, Any] | None:
-    """Returns the scaling of Llama 3.1. Its parameters must reproduce the file's divisor of every frequency."""
+    """Returns the scaling of Llama 3.1, whose parameters must reproduce the file's divisors."""
     divisors = np.asarray(source.header.tensors[ROPE_FREQS]).ravel()
     sizes: dict[str, Any] = {
         "factor": float(str(divisors.max())),
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
     }
+
     original = 8192
     expected = np.nan
     if divisors.size * 2 == source.head_dim:
-        with contextlib.suppress(ValueError):  # RopeConfig refuses such numbers
+        # RopeConfig refuses impossible numbers; then no divisor is as expected.
+        with contextlib.suppress(ValueError):
             scaled = RopeConfig(
                 type="llama3", theta=theta, original_max_positions=original, **sizes
             )
             frequencies, _ = inverse_frequencies(RopeConfig(theta=theta), source.head_dim)
             scaled_frequencies, _ = inverse_frequencies(scaled, source.head_dim)
             expected = frequencies / scaled_frequencies
+
     if not np.allclose(divisors, expected, rtol=1e-4):
         raise CheckpointError(
             f"{source.fields.where}: {ROPE_FREQS} is not what Llama 3.1 divides its frequencies by"
             " (factors 1 and 4 of 8192 positions); no other extension is read from it"
         )
+
+    # A factor of 1 extends nothing.
     if sizes["factor"] == 1:
         return None
     return {"rope_type": "llama3", **sizes, "original_max_position_embeddings": original}
 
 
 def _gemma(source: Source, period: int, largest: int) -> dict[str, Any]:
-    """Reads Gemma. As in llama.cpp, its model of ``largest`` layers (27B) scales scores by hidden_size / heads.
+    """Reads Gemma, whose largest model (27B) scales scores by hidden_size / heads.
 
-    The others scale scores by head_dim.
+    The others scale scores by head_dim. Metadata does not tell: like llama.cpp, this recognises the
+    largest model by its number of layers.
     """
     fields = source.fields
     scalar = source.head_dim
     if source.num_layers == largest:
         scalar = fields.size("embedding_length") // fields.size("attention.head_count")
+
     names = ("attn_logit_softcapping", "final_logit_softcapping")
     caps = {name: fields.number(name) for name in names if fields.get(name) is not None}
     return {"query_pre_attn_scalar": scalar, "layer_types": _windows(source, period), **caps}
@@ -214,18 +234,23 @@ def _gemma3(source: Source) -> dict[str, Any]:
 def _phi3(source: Source) -> dict[str, Any]:
     """Reads partial rotation, and ``longrope``, whose factors are tensors."""
     source.only(attention__value_length=source.head_dim)
+
     metadata = source.fields
     share = metadata.size("rope.dimension_count") / source.head_dim
     window = metadata.integer("attention.sliding_window", 0)
     fields: dict[str, Any] = {"partial_rotary_factor": share, "sliding_window": window or None}
     if not {LONG_FACTORS, SHORT_FACTORS} & source.header.tensors.keys():
         return fields
+
     source.only(rope__scaling__type="longrope")
+    # Widened from float32, a factor would not be the publisher's decimal.
     factors: dict[str, Any] = {}
     for name, field in ((LONG_FACTORS, "long_factor"), (SHORT_FACTORS, "short_factor")):
         factors[field] = [
             float(str(factor)) for factor in np.asarray(source.header.tensor(name)).ravel()
         ]
+
+    # transformers computes the factor from these lengths, so the file must have the same.
     original = metadata.size("rope.scaling.original_context_length")
     length = metadata.size("context_length")
     extension = np.log(max(length / original, 1.0)) / np.log(max(original, 2))
@@ -234,6 +259,7 @@ def _phi3(source: Source) -> dict[str, Any]:
         raise metadata.wrong(
             _ATTENTION_FACTOR, f"expected {expected:g}, which follows from its lengths"
         )
+
     scaling = {"rope_type": "longrope", **factors}
     return {**fields, "original_max_position_embeddings": original, "rope_scaling": scaling}
 
@@ -249,7 +275,8 @@ def _qwen3_moe(source: Source) -> dict[str, Any]:
 def _gpt_oss(source: Source) -> dict[str, Any]:
     scaling = _rope(source)["rope_scaling"]
     if scaling is not None:
-        scaling["truncate"] = False  # published gpt-oss models do not round the bounds of yarn
+        # Published gpt-oss models do not round the bounds of yarn.
+        scaling["truncate"] = False
     return {"layer_types": _windows(source, 2), "rope_scaling": scaling}
 
 
@@ -268,23 +295,32 @@ def _cohere(source: Source) -> dict[str, Any]:
 
 
 def _deepseek(source: Source) -> dict[str, Any]:
-    """Reads latent attention. Newer files have a head of the latent width, and the sizes of heads in ``*_mla`` keys."""
+    """Reads latent attention.
+
+    Newer files have a head of the latent width, and the sizes of heads in ``*_mla`` keys.
+    """
     metadata = source.fields
     metadata.require("expert_gating_func")
     source.only(expert_gating_func=_SIGMOID)
+
     rope_dim = metadata.size("rope.dimension_count")
     heads = metadata.size("attention.head_count")
     suffix = "" if metadata.get("attention.key_length_mla") is None else "_mla"
     value_dim = metadata.size(f"attention.value_length{suffix}")
+
+    # Checked here, before the rules of all heads are built.
     name = "blk.0.attn_output.weight"
     columns = source.header.tensor(name).shape[-1]
-    if columns != heads * value_dim:  # checked before the rules of all heads are built
+    if columns != heads * value_dim:
         raise metadata.wrong("attention.head_count", f"{name} has {columns} columns")
+
+    # The converter divides the published mscale_all_dim by 10.
     scaling = _rope(source)["rope_scaling"]
     multiplier = metadata.optional_number("rope.scaling.yarn_log_multiplier")
     if scaling is not None and multiplier is not None:
         scale = float(str(np.float32(multiplier * 10)))
         scaling |= {"mscale": scale, "mscale_all_dim": scale}
+
     return {
         "num_key_value_heads": heads,
         "head_dim": None,
@@ -301,10 +337,11 @@ def _deepseek(source: Source) -> dict[str, Any]:
 
 
 def _mistral3(source: Source) -> dict[str, Any]:
-    """Reads the scaling of queries by position, which only Ministral 3 has, and not Mistral Small 3.1."""
+    """Reads Ministral 3, which scales queries by position, or Mistral Small 3.1, which does not."""
     beta = source.fields.optional_number("attention.temperature_scale")
     if beta is None:
         return {"model_type": "mistral", "sliding_window": None}
+
     scale = source.fields.number("rope.scaling.yarn_log_multiplier")
     scaling = _rope(source)["rope_scaling"] or {}
     return {
@@ -480,12 +517,14 @@ def architecture_of(header: Header) -> Architecture:
             f"{path} holds a draft head ({name}); heads are not read from GGUF, so give the"
             " directory of the head's safetensors checkpoint"
         )
+
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise CheckpointError(
             f"{path}: general.architecture is {short(name)}; those that are read from GGUF are"
             f" {', '.join(ARCHITECTURES)}. Give the safetensors checkpoint that the file was made"
             " from"
         )
+
     row = ARCHITECTURES[name]
     known = {*_KEYS, *row.keys, *_KNOWN, *row.known}
     for key in header.metadata:
@@ -503,6 +542,7 @@ def read_config(header: Header, row: Architecture) -> dict[str, Any]:
     metadata = Fields(header.metadata, str(header.path), f"{row.name}.")
     source = Source(header, metadata)
     embedding = header.tensor("token_embd.weight")
+
     source.only(attention__causal=True)
     if "expert_count" in row.keys:
         _check_experts(source)
@@ -510,6 +550,7 @@ def read_config(header: Header, row: Architecture) -> dict[str, Any]:
         source.only(expert_count=0, expert_used_count=0)
     if row.whole_heads:
         source.only(attention__value_length=source.head_dim, rope__dimension_count=source.head_dim)
+
     keys = {**_KEYS, **row.keys}
     metadata.require(*keys)
     num_heads = metadata.size("attention.head_count")
@@ -527,7 +568,7 @@ def read_config(header: Header, row: Architecture) -> dict[str, Any]:
 
 
 def _check_experts(source: Source) -> None:
-    """Refuses a number of experts that differs from the stacks, before anything of that size is built."""
+    """Refuses a number of experts that differs from the stacks, before rules are built for it."""
     counts = {tensor.shape[0] for name, tensor in source.header.tensors.items() if "_exps." in name}
     if counts != {source.fields.size("expert_count")}:
         sizes = " and ".join(map(str, sorted(counts)[:3])) or "no"
@@ -535,10 +576,11 @@ def _check_experts(source: Source) -> None:
 
 
 def layer_name(row: Architecture, name: str) -> str:
-    """Returns the Hugging Face name of a tensor; unknown names unchanged, so that they are refused later."""
+    """Returns the Hugging Face name of a tensor; an unknown name unchanged, to be refused later."""
     match = re.fullmatch(r"(blk\.(\d{1,9})\.)?(.+)\.(weight|bias)", name)
     if match is None:
         return name
+
     block, layer, stem, suffix = match.groups()
     names = {**_NAMES, **row.names} if block else _OUTSIDE
     translated = names.get(f"{stem}.{suffix}") or (

@@ -29,18 +29,8 @@ TYPES = (*_PLAIN, *_BLOCKS)  #: Supported types of tensors.
 
 # Formats of ``struct`` for the types of metadata that have a fixed size.
 _SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
+}  # fmt: skip
 _FLOAT32 = 6
 _TEXT = 8
 _LIST = 9
@@ -130,12 +120,13 @@ def read_header(path: Path) -> Header:
     """Reads the header of a file.
 
     Raises:
-        CheckpointError: The file is no GGUF file, is truncated or damaged, is one of several parts,
-            or has a tensor of an unsupported type. Or the package ``gguf`` is missing.
+        CheckpointError: The file is not a GGUF file, is truncated or damaged, is one of several
+            parts, or has a tensor of an unsupported type. Or the package ``gguf`` is missing.
     """
     package()
     if re.search(r"-\d{5}-of-(?!00001)\d{5}\.gguf$", path.name):
         raise _a_part(path)
+
     try:
         refuse_pointer(path)
         with path.open("rb") as file:
@@ -146,6 +137,7 @@ def read_header(path: Path) -> Header:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise unreadable(path, error) from None
+
     try:
         return _parsed(path, content)
     except (UnicodeDecodeError, _DamagedError) as error:
@@ -205,22 +197,22 @@ class _Reader(NamedTuple):
         return np.frombuffer(self.bytes(count * dtype.itemsize), dtype).tolist()
 
 
+class _Entry(NamedTuple):
+    """The description of a tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int  #: llama.cpp's number of its type.
+    offset: int  #: Its first byte, counted from the first tensor's.
+
+
 def _parsed(path: Path, content: mmap.mmap) -> Header:
     reader = _Reader(content)
     reader.bytes(4)
-    version = reader.number("I")
-    if version not in (2, 3):
-        big = version & 0xFFFF == 0
-        words = (
-            "in the byte order of other machines"
-            if big
-            else f"of version {version}; expected 2 or 3"
-        )
-        raise CheckpointError(
-            f"{path} is a GGUF file {words}; convert the original checkpoint again"
-        )
+    _check_version(path, reader.number("I"))
     num_tensors = reader.number("Q")
     num_values = reader.number("Q")
+
     metadata: dict[str, Any] = {}
     for _ in range(num_values):
         key = reader.text()
@@ -229,52 +221,70 @@ def _parsed(path: Path, content: mmap.mmap) -> Header:
         metadata[key] = reader.value(reader.number("I"))
     if "split.count" in metadata and Fields(metadata, str(path)).integer("split.count") > 1:
         raise _a_part(path)
-    entries = [_entry(reader) for _ in range(num_tensors)]
+
+    entries = [_read_entry(reader) for _ in range(num_tensors)]
     alignment = metadata.get(_ALIGNMENT, 32)
     if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
         raise _DamagedError(f"{_ALIGNMENT} is {short(alignment)}")
     start = -(-content.tell() // alignment) * alignment
     data = np.frombuffer(content, np.uint8)[start:]
+
     tensors: dict[str, Tensor] = {}
-    for name, shape, kind, offset in entries:
-        if name in tensors:
-            raise _DamagedError(f"{short(name)} twice")
-        tensors[name] = _tensor(path, data, name, shape, kind, offset)
+    for entry in entries:
+        if entry.name in tensors:
+            raise _DamagedError(f"{short(entry.name)} twice")
+        tensors[entry.name] = _tensor(path, data, entry)
     return Header(path, metadata, tensors)
 
 
-def _entry(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
-    """Reads name, shape, type and offset of a tensor. The file stores the shape in reverse order."""
+def _check_version(path: Path, version: int) -> None:
+    if version in (2, 3):
+        return
+    # A small number with its bytes in the opposite order has zeros at the end.
+    is_reversed = version & 0xFFFF == 0
+    words = (
+        "in the byte order of other machines"
+        if is_reversed
+        else f"of version {version}; expected 2 or 3"
+    )
+    raise CheckpointError(f"{path} is a GGUF file {words}; convert the original checkpoint again")
+
+
+def _read_entry(reader: _Reader) -> _Entry:
     name = reader.text()
     count = reader.number("I")
     if not 1 <= count <= _MOST_AXES:
         raise _DamagedError(f"{short(name)} has {count} axes")
-    shape = tuple(reader.number("Q") for _ in range(count))
+    # The file stores the innermost axis first.
+    shape = tuple(reader.number("Q") for _ in range(count))[::-1]
     if 0 in shape:
         raise _DamagedError(f"{short(name)} is empty")
-    return name, shape[::-1], reader.number("I"), reader.number("Q")
+    return _Entry(name, shape, kind=reader.number("I"), offset=reader.number("Q"))
 
 
-def _tensor(
-    path: Path, data: np.ndarray, name: str, shape: tuple[int, ...], kind: int, offset: int
-) -> Tensor:
+def _tensor(path: Path, data: np.ndarray, entry: _Entry) -> Tensor:
+    name = short(entry.name)
     gguf = package()
     known = {member.value: member.name for member in gguf.GGMLQuantizationType}
-    type = known.get(kind, f"number {kind}")
+    type = known.get(entry.kind, f"number {entry.kind}")
     if type not in TYPES:
         raise CheckpointError(
-            f"{path}: {short(name)} is of type {type}, which is not read; those that are:"
+            f"{path}: {name} is of type {type}, which is not read; those that are:"
             f" {', '.join(TYPES)}"
         )
+
     values, size = block_size(type)
-    if shape[-1] % values:
+    columns = entry.shape[-1]
+    if columns % values:
         raise _DamagedError(
-            f"{short(name)} has rows of {shape[-1]}, no multiple of the {values} of {type}"
+            f"{name} has rows of {columns}, which is not a multiple of the {values} of {type}"
         )
-    stop = offset + math.prod(shape) // values * size
+    stop = entry.offset + math.prod(entry.shape) // values * size
     if stop > len(data):
         raise _DamagedError(f"it ends {stop - len(data):,} bytes too early")
-    raw = data[offset:stop]
+
+    raw = data[entry.offset : stop]
     if type in _PLAIN:
+        # A file may align its tensors to less than the size of a number.
         raw = np.require(raw.view(_PLAIN[type]), requirements="A")
-    return Tensor(raw.reshape(*shape[:-1], -1), type)
+    return Tensor(raw.reshape(*entry.shape[:-1], -1), type)

@@ -1,4 +1,4 @@
-"""Reads a GGUF file as the Hugging Face checkpoint that it was made from: configuration and tensors.
+"""Reads a GGUF file as the Hugging Face checkpoint that it was made from.
 
 This undoes the changes of llama.cpp's converter: the order of the rows of queries and keys, the
 offset of norms and the stacks of experts. A tensor is computed whenever it is converted to numpy.
@@ -42,9 +42,8 @@ class Contents(NamedTuple):
     config: dict[str, Any]  #: The ``config.json``.
     tensors: dict[str, Any]  #: Tensors by Hugging Face names.
     held: dict[str, Tensor]  #: The stored tensors by llama.cpp's names.
-    quantisation: (
-        Quantisation | None
-    )  #: The types of quantised tensors; ``None`` if there are none.
+    #: The types of quantised tensors; ``None`` if there are none.
+    quantisation: Quantisation | None
 
 
 def read_contents(path: Path) -> Contents:
@@ -63,7 +62,10 @@ def read_contents(path: Path) -> Contents:
 
 
 def read_text(path: Path, name: str) -> str | None:
-    """Builds the text of ``config.json``, ``tokenizer.json`` or ``tokenizer_config.json``; ``None`` for other names.
+    """Builds the text of a JSON file of the configuration or the tokenizer, by the file's name.
+
+    Returns ``None`` for names other than ``config.json``, ``tokenizer.json`` and
+    ``tokenizer_config.json``, and for a file without a tokenizer.
 
     Raises:
         CheckpointError: See :func:`read_contents`, or the tokenizer is unsupported.
@@ -95,8 +97,10 @@ def _quantisation(header: Header) -> Quantisation | None:
 def _tensors(header: Header, row: Architecture, config: dict[str, Any]) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, tensor in header.tensors.items():
+        # The configuration contains these factors.
         if name == ROPE_FREQS or (name in (LONG_FACTORS, SHORT_FACTORS) and row.name == "phi3"):
-            continue  # the configuration contains them
+            continue
+
         stack = _STACK.fullmatch(name)
         if stack is not None and row.name == "gpt-oss":
             results |= _fused(header, *stack.groups())
@@ -116,12 +120,18 @@ def _undone(header: Header, row: Architecture, config: dict[str, Any], name: str
     tensor = header.tensors[name]
     if row.norm_offset and name.endswith("norm.weight"):
         offset = np.float32(row.norm_offset)
-        return Dequantised(
-            tensor.shape, tensor.stored, lambda: (np.asarray(tensor, np.float32) - offset, None)
-        )
+
+        def without_offset() -> tuple[np.ndarray, None]:
+            return np.asarray(tensor, np.float32) - offset, None
+
+        return Dequantised(tensor.shape, tensor.stored, without_offset)
+
     match = re.search(r"\.attn_([qk])\.(weight|bias)$", name)
     if match is None or not row.permuted:
         return tensor
+
+    # llama.cpp rotates neighbouring rows, transformers the two halves of a head: the converter
+    # moved row (half, pair) of every head to (pair, half).
     heads = config["num_attention_heads" if match[1] == "q" else "num_key_value_heads"]
     rows, *inputs = tensor.shape
     if rows % (2 * heads):
@@ -133,7 +143,7 @@ def _undone(header: Header, row: Architecture, config: dict[str, Any], name: str
 
 
 def _fused(header: Header, layer: str, name: str, suffix: str) -> dict[str, Dequantised]:
-    """Returns a stack of gpt-oss's experts ``[E, in, out]``. The columns of gate and up alternate."""
+    """Returns a stack of gpt-oss's experts ``[E, in, out]``."""
     parts = ("down",) if name == "down" else ("gate", "up")
     names = [f"blk.{layer}.ffn_{part}_exps.{suffix}" for part in parts]
     tensors = list(map(header.tensor, names))
@@ -144,35 +154,42 @@ def _fused(header: Header, layer: str, name: str, suffix: str) -> dict[str, Dequ
             f"{header.path}: the experts of block {layer} have {' and '.join(parts)} of shape "
             f"{' and '.join(map(str, shapes))}; they must agree and have {num_axes} axes"
         )
+
     experts, width, *inputs = shapes[0]
     shape = (experts, len(parts) * width, *inputs)
-    read = lambda: (
-        np.stack(tensors, 2).reshape(shape),
-        None,
-    )  # the columns of gate and up alternate
+
+    # The converter separated gate and up. Published files have their columns in turn.
+    def interleaved() -> tuple[np.ndarray, None]:
+        return np.stack(tensors, 2).reshape(shape), None
+
     dtype = np.result_type(*(tensor.dtype for tensor in tensors))
-    stack = Dequantised(shape, tensors[0].stored, read, dtype=dtype)
+    stack = Dequantised(shape, tensors[0].stored, interleaved, dtype=dtype)
     stem = f"model.layers.{layer}.mlp.experts.{'_'.join(parts)}_proj"
     return {f"{stem}_bias": stack} if suffix == "bias" else {stem: stack.swapaxes(1, 2)}
 
 
 def _keys_and_values(header: Header, name: str) -> dict[str, Dequantised]:
-    """Returns ``kv_b_proj``: per head the rows of keys, then those of values. The file has keys ``[H, rank, D]``."""
+    """Returns ``kv_b_proj``, which has the rows of keys and then those of values, head by head.
+
+    The file has them as two tensors, keys as ``[H, rank, D]`` and values as ``[H, D, rank]``.
+    """
     layer = name.split(".")[1]
     keys = header.tensor(f"blk.{layer}.attn_k_b.weight")
     values = header.tensor(f"blk.{layer}.attn_v_b.weight")
+    # Keys without three axes are not those of heads; the check below refuses them.
     heads, rank, key_dim = keys.shape if keys.ndim == 3 else (0, 0, 0)
     if values.ndim != 3 or values.shape[::2] != (heads, rank):
         raise CheckpointError(
             f"{header.path}: block {layer} has keys {list(keys.shape)} and values"
             f" {list(values.shape)}; expected [heads, rank, size] and [heads, size, rank]"
         )
+
     shape = (heads * (key_dim + values.shape[1]), rank)
     rows = [keys.swapaxes(1, 2), values]
-    read = lambda: (np.concatenate(rows, 1).reshape(shape), None)
+
+    def concatenated() -> tuple[np.ndarray, None]:
+        return np.concatenate(rows, 1).reshape(shape), None
+
     dtype = np.result_type(keys.dtype, values.dtype)
-    return {
-        f"model.layers.{layer}.self_attn.kv_b_proj.weight": Dequantised(
-            shape, keys.stored, read, dtype=dtype
-        )
-    }
+    projection = Dequantised(shape, keys.stored, concatenated, dtype=dtype)
+    return {f"model.layers.{layer}.self_attn.kv_b_proj.weight": projection}

@@ -1,4 +1,4 @@
-"""The table of draft heads, in the order in which :func:`recognise` is tried, and functions for all of them."""
+"""The table of draft heads, in the order of their recognition, and functions for all of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LAYOUTS: tuple[str, ...] = tuple(
 
 
 def kind_of(config: Any) -> HeadKind:
-    """Returns the kind of head of a configuration. Variants of a method, such as DSpark and DFlash, share a kind."""
+    """Returns the kind of head of a configuration; variants of a method share a kind."""
     return next(kind for kind in HEADS.values() if type(config) is kind.classes[0])
 
 
@@ -51,7 +51,8 @@ def write_head(checkpoint: HeadCheckpoint, directory: str | Path, dialect: str) 
     kind = HEADS[checkpoint.method]
     if dialect not in kind.layouts:
         raise CheckpointError(
-            f"{dialect!r} is no layout of {kind.label} heads; use one of {', '.join(kind.layouts)}"
+            f"{dialect!r} is not a layout of {kind.label} heads; use one of"
+            f" {', '.join(kind.layouts)}"
         )
     layout = kind.write(checkpoint, dialect)
     with new_directory(directory) as temporary:
@@ -67,7 +68,7 @@ def make_drafter(
     mesh: Mesh | None,
     weights: str = "dense",
 ) -> tuple[Any, dict[str, Any]]:
-    """Builds a drafter and its parameters. A head shares the target's embedding if it has none or the same.
+    """Builds a drafter and its parameters.
 
     Args:
         checkpoint: The head.
@@ -77,15 +78,17 @@ def make_drafter(
         weights: Storage of kernels: a name from :data:`eagle3_jax.models.quantised.WEIGHTS`.
     """
     drafter = HEADS[checkpoint.method].classes[1](checkpoint.config, precision=precision)
+
+    # A head without an embedding, or with the target's, shares that of the target.
     embedding = None
     if checkpoint.embedding is not None:
         table = tables.embedding
-        sharding = (
-            None if mesh is None else jax.tree.leaves(table)[0].sharding
-        )  # that of the values if it is in int8
+        # An embedding in int8 has two leaves, and values come first.
+        sharding = None if mesh is None else jax.tree.leaves(table)[0].sharding
         embedding = cast(checkpoint.embedding, precision, sharding)
         if isinstance(table, jax.Array) and jnp.array_equal(embedding, table):
             embedding = None
+
     ids = checkpoint.draft_to_target
     owned: dict[str, Any] = {"head": checkpoint.head}
     if ids is not None:
@@ -93,6 +96,7 @@ def make_drafter(
     shardings = {} if mesh is None else param_shardings(mesh, drafter, owned)
     if ids is not None:
         ids = jax.device_put(owned["draft_to_target"], shardings.get("draft_to_target"))
+
     kernels = quantised(checkpoint.head, drafter.param_products(), weights)
     head = cast(kernels, precision, shardings.get("head"))
     return drafter, drafter.assemble(head, tables, embedding=embedding, draft_to_target=ids)

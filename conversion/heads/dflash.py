@@ -66,7 +66,7 @@ _SETTINGS = {
 
 
 def recognise(signs: Signs) -> bool:
-    """Recognises a block drafter by the configuration, or by a norm of the fused features outside of the layers."""
+    """Recognises a block drafter by the configuration, or by the norm of its fused features."""
     if re.search("DFlash|DSpark", signs.architecture) or signs.method.startswith(
         ("dflash", "dspark", "xpress")
     ):
@@ -95,6 +95,7 @@ def head_rules(config: DFlashConfig) -> list[Rule]:
         table += blocks.block(layer, f"layers.{index}", f"blocks.{index}")
     if config.own_output:
         table += rules.linear("lm_head", "head")
+
     if config.markov is not None:
         table.append(Rule("markov_head.markov_w1.weight", "markov.before"))
         table += rules.linear("markov_head.markov_w2", "markov.after")
@@ -116,10 +117,12 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
         raise CheckpointError(
             f"{directory} has a mask_embedding.pt; a separate mask embedding is not supported"
         )
+
     config = read_config(top, own_output="lm_head.weight" in tensors)
     rules.check_layers(
         config.num_layers, tensors, r"layers\.(\d{1,9})\.", f"{top.where}: num_hidden_layers"
     )
+
     notes = []
     if not config.causal:
         notes.append(
@@ -128,6 +131,7 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
         )
     if is_speculators(top.values) and top.get("sliding_window_non_causal") is False:
         notes.append("sliding_window_non_causal is false: vLLM would serve the head causally")
+
     ids = draft_vocab.read(tensors, config, directory)
     is_full = config.draft_vocab_size == config.vocab_size
     return read_as(
@@ -168,16 +172,18 @@ def read_config(
     nested = is_speculators(top.values)
     geometry = top.section("transformer_layer_config") if nested else top
     _refuse_settings(fields, geometry)
+
     spark = _is_spark(fields)
     rank = fields.integer("markov_rank", 256 if nested else None) if spark else 0
+    markov_type: Any = fields.one_of("markov_head_type", ("vanilla", "gated", "rnn"), "vanilla")
     confidence = None
     if spark and fields.flag("enable_confidence_head", nested):
         confidence = "markov" if fields.flag("confidence_head_with_markov", nested) else "hidden"
-    markov_type: Any = fields.one_of("markov_head_type", ("vanilla", "gated", "rnn"), "vanilla")
+    block = "dspark_block_size" if fields.get("block_size") is None and spark else "block_size"
+
     stack = hf_config.read_stack(geometry)
     mixer = hf_config.read_biased_mixer(geometry, qk_norm=True)
     layers = uniform(geometry.size("num_hidden_layers"), mixer, hf_config.read_mlp(geometry))
-    block = "dspark_block_size" if fields.get("block_size") is None and spark else "block_size"
     draft_vocab_size = fields.size("draft_vocab_size", stack["vocab_size"])
     is_reduced = draft_vocab_size < stack["vocab_size"]
     with read_from(top.where):
@@ -206,7 +212,7 @@ def _is_spark(fields: Fields) -> bool:
 
 
 def _merged(top: Fields) -> Fields:
-    """Returns the fields at the top level together with those in ``dflash_config`` and ``eagle_config``."""
+    """Returns the fields at the top level, in ``dflash_config`` and in ``eagle_config``."""
     sections = {"": top} | {
         f" in {name}": top.section(name) for name in ("eagle_config", "dflash_config")
     }
@@ -218,7 +224,7 @@ def _merged(top: Fields) -> Fields:
 
 
 def _refuse_relatives(tensors: Mapping[str, np.ndarray], top: Fields, where: str) -> None:
-    """Refuses related block drafters with unsupported parts, by their tensors or their configuration."""
+    """Refuses related block drafters with parts that are not supported."""
     signs = Signs.read(top)
     method = str(_merged(top).get("projector_type") or signs.method)
     has_parts = any("candidate_selector." in name or "_conv." in name for name in tensors)
@@ -255,9 +261,10 @@ def _aux_layers(fields: Fields) -> tuple[int, ...]:
 
 
 def _is_causal(top: Fields, fields: Fields, geometry: Fields) -> bool:
-    """Tells whether rows of the block see only earlier rows, by the conventions of the project that wrote the file."""
+    """Tells whether rows of the block see only earlier rows, as the file's project means it."""
     if not is_speculators(top.values):
         return fields.flag("is_causal", fields.flag("causal"))
+
     # The flag of speculators concerns windows; layers with full attention are trained to see the
     # block. vLLM serves such a head causally if the flag is false. So a file without the flag and
     # without layer_types is ambiguous.
@@ -286,7 +293,7 @@ def _from_anchor(fields: Fields, nested: bool, spark: bool) -> bool:
 
 
 def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
-    """Writes a head in the layout ``vllm`` (and z-lab's code, if it is plain DFlash) or ``speculators``."""
+    """Writes a head for vLLM (and z-lab's code, if it is plain DFlash) or for speculators."""
     refuse_inexpressible(dialect, _refusals(checkpoint, dialect))
     values = _vllm_fields(checkpoint) if dialect == "vllm" else _speculators_fields(checkpoint)
     return Layout(values, head_tensors(KIND, checkpoint, head_rules(checkpoint.config)))
@@ -298,12 +305,14 @@ def _refusals(checkpoint: HeadCheckpoint, dialect: str) -> dict[str, Any]:
     mixer = grouped(config.layers[0])
     markov = config.markov
     settings = {
-        f"aux_layers {config.aux_layers} (0 is no layer's output)": config.aux_layers[0] == 0,
+        f"aux_layers {config.aux_layers} (0 is not a layer's output)": config.aux_layers[0] == 0,
         "different biases of q, k, v and o": mixer.qkv_bias != mixer.o_bias,
         "layers without qk_norm": not mixer.qk_norm,
         "an MLP with biases": gated(config.layers[0]).bias,
     }
-    if dialect == "speculators":  # it fixes these, or takes them from the verifier
+
+    # The layout of speculators fixes these, or takes them from the verifier.
+    if dialect == "speculators":
         is_full = config.draft_vocab_size == config.vocab_size
         full_output = (
             "an output projection of its own for the whole vocabulary (it takes the verifier's)"
@@ -316,6 +325,7 @@ def _refusals(checkpoint: HeadCheckpoint, dialect: str) -> dict[str, Any]:
             ),
             full_output: config.own_output and is_full,
         }
+
     if markov is None:
         return settings | {
             "from_anchor without markov": config.from_anchor,
@@ -398,7 +408,7 @@ def _speculators_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
 
 
 def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
-    """Reports the layers, whose numbers differ between projects, the block with its attention, and the mask token."""
+    """Reports the layers, whose numbers differ between projects, the block, and the mask token."""
     config = head.config
     longest = config.num_predicted
     block = f"block of {config.block_size} rows, each "
@@ -407,6 +417,7 @@ def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
     else:
         block += f"sees the whole block: only K = {longest} was trained"
     block += f"; the anchor's row predicts {'too' if config.from_anchor else 'nothing'}"
+
     counted = (
         "speculators and this library count the layer that is entered, z-lab the one before it"
     )

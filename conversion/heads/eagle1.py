@@ -51,7 +51,7 @@ def head_rules(config: Eagle1Config) -> list[Rule]:
 
 
 def recognise(signs: Signs) -> bool:
-    """Recognises EAGLE-1 by an ``fc``, which no language model has, without the tensors that EAGLE-3 adds."""
+    """Recognises EAGLE-1 by an ``fc``, without the tensors that EAGLE-3 adds."""
     eagle3 = (
         signs.has(r"(midlayer|fc_norm|input_norm)\.|layers\.\d+\.hidden_norm\.")
         or signs.method == "eagle3"
@@ -62,11 +62,12 @@ def recognise(signs: Signs) -> bool:
 
 
 def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
-    """Reads an EAGLE-1 head. The target is needed, because the file does not contain the target's depth."""
+    """Reads an EAGLE-1 head. The target is needed, because the file does not have its depth."""
     top = stored.fields
     tensors = stored.tensors
     count = top.size("num_hidden_layers", 1)
     rules.check_layers(count, tensors, r"layers\.(\d{1,9})\.", f"{top.where}: num_hidden_layers")
+
     if target is None:
         raise TargetNeededError(
             f"{top.where} does not say how deep its target is; give the target as well (--target)"
@@ -124,12 +125,8 @@ def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
         tensors.pop("fc.bias", None)
         values["bias"] = False  # vLLM reads the field as a bias of attention
     else:
-        for name in (
-            "rope_parameters",
-            "head_dim",
-            "attention_bias",
-            "mlp_bias",
-        ):  # its class has none of these
+        # The configuration class of the official code has none of these.
+        for name in ("rope_parameters", "head_dim", "attention_bias", "mlp_bias"):
             del values[name]
     return Layout(values, tensors)
 
@@ -156,12 +153,10 @@ def _refusals(
 def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
     """Reports the bias, in which the layouts differ."""
     del target
-    with_bias = "one, as official heads have and vLLM's class has not: it cannot go there"
-    return [
-        Check.report(
-            "fc bias", with_bias if head.config.fc_bias else "none, as vLLM's class needs it"
-        )
-    ]
+    detail = "none, as vLLM's class needs it"
+    if head.config.fc_bias:
+        detail = "one, as official heads have and vLLM's class has not: it cannot go there"
+    return [Check.report("fc bias", detail)]
 
 
 KIND = HeadKind(
@@ -172,10 +167,9 @@ KIND = HeadKind(
     read=read,
     read_config=read_config,
     write=write,
-    layouts=(
-        "vllm",
-        "eagle",
-    ),  # heads trained here share the target's embedding, which the official code cannot
+    # vLLM's comes first: heads trained here share the target's embedding, which the official code
+    # cannot.
+    layouts=("vllm", "eagle"),
     stacks={"upper_layers": lambda config: config.num_layers - 1},
     dialect=dialect,
     examine=examine,

@@ -1,4 +1,4 @@
-"""Reads and writes EAGLE-3 heads in the dialects of published ones, and defines the doctor's checks of them.
+"""Reads and writes EAGLE-3 heads in the dialects of published ones, and checks them.
 
 * ``eagle``: the official layout, ``midlayer.*`` (Li et al.); the configuration omits most settings.
 * ``sglang``: SpecForge's layout with the same names; vLLM calls it the SafeAILab format.
@@ -64,7 +64,7 @@ _DROPPED = {"eagle": (*FLAGS, *_SHAPE), "sglang": ("norm_before_residual", *_SHA
 
 
 def head_rules(config: Eagle3Config) -> list[Rule]:
-    """Returns the rules of the tensors by canonical names: layers are ``layers.N`` in every dialect."""
+    """Returns the rules of the tensors by canonical names: ``layers.N`` in every dialect."""
     first, *later = config.layers
     norms = {
         "layers.0.input_layernorm": "first.embedding_norm",
@@ -75,6 +75,7 @@ def head_rules(config: Eagle3Config) -> list[Rule]:
         norms["input_norm"] = "input_norm"
     if config.fc_norm:
         norms |= {f"fc_norm.{chunk}": f"fc_norm.{chunk}" for chunk in range(len(config.aux_layers))}
+
     table = [rules.norm(source, path) for source, path in norms.items()]
     table += rules.linear("fc", "fc") + rules.linear("lm_head", "head")
     table += blocks.block(first, "layers.0", "first", without="input")
@@ -84,7 +85,7 @@ def head_rules(config: Eagle3Config) -> list[Rule]:
 
 
 def recognise(signs: Signs) -> bool:
-    """Recognises EAGLE-3 by a norm that no other head has, by the configuration, or by ``fc`` with an output norm."""
+    """Recognises EAGLE-3 by a norm that no other head has, or by ``fc`` with an output norm."""
     if signs.has(r"midlayer\.|layers\.\d+\.hidden_norm\.") or "Eagle3" in signs.architecture:
         return True
     has_output = bool({"d2t", "t2d", "norm.weight"} & signs.names)
@@ -109,7 +110,10 @@ def is_speculators(values: Mapping[str, Any]) -> bool:
 
 
 def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
-    """Reads an EAGLE-3 head in any dialect. The target is needed when the head does not name its auxiliary layers."""
+    """Reads an EAGLE-3 head in any dialect.
+
+    The target is needed when the head does not name its auxiliary layers.
+    """
     tensors = canonical(stored.tensors, stored.directory)
     config, aux_layers = read_config(stored.fields, lambda _: num_layers(tensors))
     return read_fused(KIND, stored, tensors, config, aux_layers, head_rules(config), target)
@@ -147,6 +151,7 @@ def read_fused(
     )
     if aux_layers is not None:
         config = dataclasses.replace(config, aux_layers=aux_layers)
+
     head = read_as(
         kind,
         stored,
@@ -158,6 +163,7 @@ def read_fused(
         draft_to_target=draft_vocab.read(tensors, config, str(stored.directory)),
         note="; ".join(part for part in (note, decided) if part),
     )
+
     if aux_layers is not None:
         return head
     if target is None:
@@ -171,7 +177,7 @@ def read_fused(
 
 
 def named_aux_layers(top: Fields) -> tuple[int, ...] | None:
-    """Returns the auxiliary layers that a configuration names, ascending; ``None`` if it names none.
+    """Returns the auxiliary layers that a configuration names, ascending; ``None`` without them.
 
     The numbers are those of the file. They may count entered or left layers
     (:mod:`eagle3_jax.conversion.heads.layer_ids`).
@@ -232,6 +238,7 @@ def read_config(
     geometry = top.section("transformer_layer_config") if nested else top
     is_llama = "LlamaForCausalLMEagle3" in top.words("architectures")
     model_type = read_model_type(geometry, "for an EAGLE-3 head", is_llama=is_llama)
+
     switches = _switches(top)
     if not switches.flag("use_aux_hidden_state", True):
         raise CheckpointError(
@@ -243,19 +250,21 @@ def read_config(
         hf_config.refuse_unsupported(fields)
     if nested:
         hf_config.refuse_windows(top)
+
     aux_layers = named_aux_layers(top)
     stack = hf_config.read_stack(geometry)
     mixer = hf_config.read_biased_mixer(geometry, qk_norm=model_type == "qwen3")
     mlp = hf_config.read_mlp(geometry, bias=geometry.flag("mlp_bias"))
+
+    # norm_output is the EAGLE-3.1 feedback, as in vLLM. In old SpecForge files it means the norm
+    # before lm_head, which every head has. The files look the same, so the doctor mentions it.
+    # The default of norm_before_residual is True in speculators' EAGLE-3 heads and False
+    # elsewhere, as in vLLM.
+    normed = nested and top.get("speculators_model_type") != "peagle"
     with read_from(top.where):
         layers = uniform(layers_in(geometry), mixer, mlp)
         windows = hf_config.read_head_windows(geometry, len(layers), switched=model_type == "qwen3")
         pairs = zip(layers, windows, strict=True)
-        # norm_output is the EAGLE-3.1 feedback, as in vLLM. In old SpecForge files it means the
-        # norm before lm_head, which every head has. The files look the same, so the doctor mentions
-        # it. The default of norm_before_residual is True in speculators' EAGLE-3 heads and False
-        # elsewhere, as in vLLM.
-        normed = nested and top.get("speculators_model_type") != "peagle"
         flags = {
             name: switches.flag(name, normed and name == "norm_before_residual") for name in FLAGS
         }
@@ -287,7 +296,7 @@ def read_model_type(geometry: Fields, purpose: str, *, is_llama: bool = False) -
 
 
 def stated_layers(top: Fields, geometry: Fields, target: DecoderConfig) -> int:
-    """Returns the number of layers of a head according to its ``config.json``, for a file without tensors.
+    """Returns the number of layers of a head by its ``config.json``, for a file without tensors.
 
     The official layout always has one layer. A number that is copied from the target is ignored: it
     is 40 for the official Vicuna-13B head, which has one layer.
@@ -303,7 +312,7 @@ def planned(top: Fields, target: DecoderConfig) -> Eagle3Config:
 
 
 def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
-    """Writes a head in the layout ``eagle`` (the official code), ``sglang`` (SGLang and SpecForge) or ``vllm``."""
+    """Writes a head for the official code (``eagle``), for SGLang and SpecForge, or for vLLM."""
     refuse_inexpressible(
         dialect, _refusals(checkpoint, dialect), "jax" if dialect == "vllm" else "vllm or --to jax"
     )
@@ -327,15 +336,15 @@ def is_default_aux(checkpoint: HeadCheckpoint) -> bool:
 
 
 def _refusals(checkpoint: HeadCheckpoint, dialect: str) -> dict[str, Any]:
-    """Returns the settings that the code behind a layout cannot express, and whether the head has them."""
+    """Returns the settings that a layout cannot express, and whether the head has them."""
     if dialect == "vllm":
         return vllm_refusals(checkpoint)
+
     config = checkpoint.config
     mixer = grouped(config.layers[0])
     layers = config.aux_layers
-    settings = {name: getattr(config, name) for name in FLAGS} | hf_config.bias_fields(
-        config.layers[0]
-    )
+    settings = {name: getattr(config, name) for name in FLAGS}
+    settings |= hf_config.bias_fields(config.layers[0])
     settings |= {"qk_norm": mixer.qk_norm, "sliding_window": _has_window(config)}
     dropped = {name: settings[name] for name in _DROPPED[dialect]}
     is_deep = config.num_layers > 1
@@ -350,6 +359,7 @@ def _refusals(checkpoint: HeadCheckpoint, dialect: str) -> dict[str, Any]:
                 layers[0] == 1
             ),
         }
+
     rope = mixer.rope or RopeConfig()
     linear = (
         f"linear rope with rope_theta {rope.theta:g} and factor {rope.factor:g} (it takes 10000,"
@@ -369,7 +379,7 @@ def _has_window(config: Eagle3Config) -> bool:
 
 
 def vllm_refusals(checkpoint: HeadCheckpoint) -> dict[str, Any]:
-    """Returns the settings that vLLM's Llama and Qwen3 heads do not read, and whether the head has them."""
+    """Returns the settings that vLLM's heads do not read, and whether the head has them."""
     layer = checkpoint.config.layers[0]
     biases = hf_config.bias_fields(layer).items()
     return {
@@ -400,8 +410,10 @@ def _common_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
 
 def _eagle_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     values: dict[str, Any] = _common_fields(checkpoint) | {"architectures": ["LlamaForCausalLM"]}
-    del values["rope_parameters"], values["head_dim"]  # its configuration class has neither
-    if values["rope_scaling"]:  # it expects exactly these two keys
+    # The configuration class of the official code has neither, and expects exactly two keys of a
+    # scaling.
+    del values["rope_parameters"], values["head_dim"]
+    if values["rope_scaling"]:
         values["rope_scaling"] = {"type": "linear", "factor": values["rope_scaling"]["factor"]}
     return values
 
@@ -419,9 +431,8 @@ def vllm_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     """Returns a ``config.json`` with every flag that vLLM reads."""
     config = checkpoint.config
     values = _common_fields(checkpoint) | _aux_fields(config.aux_layers)
-    values |= {name: getattr(config, name) for name in FLAGS} | {
-        "target_hidden_size": config.target_width
-    }
+    values |= {name: getattr(config, name) for name in FLAGS}
+    values["target_hidden_size"] = config.target_width
     if grouped(config.layers[0]).qk_norm:
         values |= {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
         values["use_sliding_window"] = _has_window(config)
@@ -429,7 +440,7 @@ def vllm_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
 
 
 def _aux_fields(aux_layers: tuple[int, ...]) -> dict[str, Any]:
-    """Returns auxiliary layers in all three fields; engines and their versions differ in the field that they read."""
+    """Returns auxiliary layers in three fields; engines and their versions read different ones."""
     ids = {AUX: list(aux_layers)}
     nested = {**ids, "use_aux_hidden_state": True}
     return {**ids, "num_aux_hidden_states": len(aux_layers), "eagle_config": nested}
@@ -441,7 +452,7 @@ def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
 
 
 def _head_fields(head: HeadCheckpoint) -> Fields:
-    """Reads the configuration file of a head; returns no fields for a native head, whose fields are all explicit."""
+    """Reads the ``config.json`` of a head; a native one has no such file, but all settings."""
     return Fields(read_object(head.source, "config.json"), str(head.source / "config.json"))
 
 
@@ -451,11 +462,11 @@ def _aux_layers(head: HeadCheckpoint) -> Check:
     fields = _head_fields(head)
     named = named_aux_layers(fields) if fields.values else layers
     if named is None:
+        # Official heads never name them.
         warning = f". If the head was trained on other layers its drafts are useless; add {AUX}"
         detail = f"{layers}, the default 2, L//2, L-3: config.json names none"
-        return Check.report(
-            name, detail, "" if head.dialect == "eagle" else warning
-        )  # official heads never name them
+        return Check.report(name, detail, "" if head.dialect == "eagle" else warning)
+
     detail = f"{layers}, {'the' if is_default_aux(head) else 'not the'} default of this target"
     if named != layers:
         return Check.report(
@@ -463,6 +474,7 @@ def _aux_layers(head: HeadCheckpoint) -> Check:
         )
     if layers[0] != 1:
         return Check.report(name, detail)
+
     entered = entered_after(layers)
     default = (
         ", the default of this target" if entered == usual_layers(head.num_target_layers) else ""
@@ -499,6 +511,7 @@ def _rope(target: Any, head: HeadCheckpoint) -> Check:
     if head.dialect == "eagle" and rope.type == "default" and rope.theta == 10_000.0:
         reason = "Heads trained by the official code have theta 10000 whatever the target has"
         return Check.report("rope", f"{detail}. {reason}")
+
     warning = (
         ". If acceptance falls with the length of the text, set the head's rope to what it was"
         " trained with "

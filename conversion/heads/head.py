@@ -1,4 +1,4 @@
-"""The row of a method in the table of draft heads, and functions that reading and writing of all methods share."""
+"""The row of a method in the table of draft heads, and functions that all methods share."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Check:
 
     @classmethod
     def report(cls, name: str, detail: str, warning: str = "") -> Check:
-        """Returns a finding that is ``ok`` without a ``warning``, which is appended to ``detail``."""
+        """Returns a finding, which is ``ok`` without a ``warning``; with one, both are joined."""
         return cls(name, "warning" if warning else "ok", detail + warning)
 
 
@@ -49,21 +49,17 @@ class HeadCheckpoint:
     #: Nested dictionary of numpy arrays in the stored dtype, as the drafter of the method expects
     #: it.
     head: Params
-    draft_to_target: (
-        np.ndarray | None
-    )  #: ``[W]`` int32, absolute target ids; ``None`` if draft ids are target ids.
-    embedding: (
-        np.ndarray | None
-    )  #: ``[V D]``, the head's own embedding; ``None`` if it shares the target's.
-    dialect: (
-        str  #: The layout that it was read from, such as ``vllm``; ``jax`` for a native checkpoint.
-    )
+    #: ``[W]`` int32, absolute target ids; ``None`` if draft ids are target ids.
+    draft_to_target: np.ndarray | None
+    #: ``[V D]``, the head's own embedding; ``None`` if it shares the target's.
+    embedding: np.ndarray | None
+    #: The layout that it was read from, such as ``vllm``; ``jax`` for a native checkpoint.
+    dialect: str
     source: Path  #: The directory that it was read from.
     dtype: str  #: The dtype of most parameters.
     num_target_layers: int | None = None  #: Number of layers of its target; ``None`` if unknown.
-    note: str = (
-        ""  #: Tensors that were left out and settings that were assumed; empty if there are none.
-    )
+    #: Tensors that were left out and settings that were assumed; empty if there are none.
+    note: str = ""
 
 
 class Layout(NamedTuple):
@@ -127,6 +123,7 @@ def check_fit(config: Any, target: DecoderConfig, where: str) -> None:
     count = target.num_layers
     depth = getattr(config, "num_target_layers", count)
     last = max(config.aux_layers, default=0)
+
     if config.vocab_size != target.vocab_size:
         raise CheckpointError(
             f"{where} drafts for a vocabulary of {config.vocab_size} but the target has"
@@ -142,6 +139,7 @@ def check_fit(config: Any, target: DecoderConfig, where: str) -> None:
             f"{where} reads the final state of a target of {depth} layers but the target has"
             f" {count}; {advice}"
         )
+    # L + 1 alone means the state after the target's last norm.
     if last > count and config.aux_layers != (count + 1,):
         raise CheckpointError(
             f"{where} reads auxiliary layer {last} but the target has {count} layers; {advice}"
@@ -149,7 +147,7 @@ def check_fit(config: Any, target: DecoderConfig, where: str) -> None:
 
 
 def check_embedding(config: Any, embedding: np.ndarray | None, where: str) -> None:
-    """Refuses an embedding of another shape or type, and its absence if the head cannot share the target's."""
+    """Refuses a wrong embedding, and its absence if the head cannot share the target's."""
     if embedding is not None:
         rules.check_matrix(embedding, (config.vocab_size, config.width), f"{where}: embedding")
     elif config.width != config.target_width:
@@ -173,7 +171,9 @@ def read_as(
     draft_to_target: np.ndarray | None = None,
     note: str = "",
 ) -> HeadCheckpoint:
-    """Reads the tensors of a head after its description. As in vLLM, its own embedding has priority over the target's.
+    """Reads the tensors of a head after its description.
+
+    As in vLLM, its own embedding has priority over the target's.
 
     Args:
         kind: The row of the head's method in the table.
@@ -194,6 +194,7 @@ def read_as(
         check_fit(config, target, where)
     known = [re.escape(name) for name in (embedding, *extra_names)]
     head = rules.read_params(table, tensors, kind.param_shapes(config), where=where, known=known)
+
     own_embedding = tensors.get(embedding)
     check_embedding(config, own_embedding, where)
     num_target_layers = getattr(config, "num_target_layers", None)
@@ -214,10 +215,11 @@ def read_as(
 def head_tensors(
     kind: HeadKind, checkpoint: HeadCheckpoint, table: list[Rule], *, embedding: str = EMBEDDING
 ) -> dict[str, np.ndarray]:
-    """Returns the tensors of a head by the names of a table, with its embedding and its draft vocabulary."""
+    """Returns the tensors of a head by the names of a table, with those that all methods have."""
     config = checkpoint.config
     where = str(checkpoint.source)
     tensors = rules.write_params(table, checkpoint.head, kind.param_shapes(config), where=where)
+
     own_embedding = None if checkpoint.embedding is None else np.asarray(checkpoint.embedding)
     check_embedding(config, own_embedding, where)
     if own_embedding is not None:
@@ -228,7 +230,7 @@ def head_tensors(
 
 
 def refuse_inexpressible(dialect: str, settings: Mapping[str, Any], instead: str = "jax") -> None:
-    """Refuses a layout that cannot express a head: an engine that ignores a setting would draft badly in silence.
+    """Refuses a layout that cannot express a head: engines ignore such settings silently.
 
     Args:
         dialect: The layout.
@@ -242,7 +244,9 @@ def refuse_inexpressible(dialect: str, settings: Mapping[str, Any], instead: str
 
 
 def official_refusals(config: Any, rope_types: tuple[str, ...]) -> dict[str, Any]:
-    """Returns sizes of heads and rotary embeddings that the official code cannot express, and whether a head has them.
+    """Returns what the official code cannot express, and whether a head has it.
+
+    These are sizes of heads and types of rotary embedding.
 
     ``rope_types`` are the types of rotary embedding that it can express.
     """
@@ -258,7 +262,7 @@ def official_refusals(config: Any, rope_types: tuple[str, ...]) -> dict[str, Any
 
 
 def read_mask_token(fields: Fields, names: tuple[str, ...]) -> int:
-    """Reads the id of the mask token, which replaces unknown tokens. Engines look for it under several names."""
+    """Reads the id of the mask token, for which engines have several names."""
     ids = {name: fields.integer(name) for name in names if fields.get(name) is not None}
     mask = agreed(ids, fields.where)
     if mask is None:
@@ -272,7 +276,7 @@ def read_mask_token(fields: Fields, names: tuple[str, ...]) -> int:
 def speculators_fields(
     method: str, architecture: str, num_tokens: int, **proposal: Any
 ) -> dict[str, Any]:
-    """Returns the fields of speculators for a head of any method; ``proposal`` are further fields of its proposal."""
+    """Returns speculators' fields for a head; ``proposal`` are further ones of its proposal."""
     proposal = {"proposal_type": "greedy", "speculative_tokens": num_tokens, **proposal}
     # The file of the head does not name the directory of its target; the engine that serves it
     # fills it in.
@@ -299,12 +303,13 @@ def mask_token(token: int, stop_tokens: tuple[int, ...], directory: Path) -> Che
         return report(
             detail, ", which ends the target's answers; drafts of heads trained so are weak"
         )
+
     tokenizer = tokenizer_of(directory)
     if tokenizer is None:
         return report(f"{detail}; without a tokenizer.json it is unknown whether texts hold it")
     word = tokenizer.id_to_token(token)
     if word is None:
-        return report(f"{detail}, no token of the tokenizer's: texts do not hold it")
+        return report(f"{detail}, not a token of the tokenizer's: texts do not hold it")
     added = tokenizer.get_added_tokens_decoder().get(token)
     if added is not None and added.special:
         return report(f"{detail}, a special token: texts do not hold it")

@@ -1,4 +1,4 @@
-"""Interprets the numbers of a head's auxiliary layers: they count layers that the residual stream enters, or leaves.
+"""Interprets the numbers of a head's auxiliary layers: layers that the stream enters, or leaves.
 
 In vLLM and this library, number ``i`` means the stream that enters layer ``i``. In SGLang and
 SpecForge it means the stream that leaves layer ``i`` and enters ``i + 1``. Files do not name their
@@ -23,9 +23,8 @@ _ENTERING_LAYOUTS = ("vllm", "speculators")
 class LayerIds(NamedTuple):
     """Auxiliary layers by the numbers of this library."""
 
-    entered: (
-        tuple[int, ...] | None
-    )  #: Layers that the stream enters, ascending; ``None`` if the file names none.
+    #: Layers that the stream enters, ascending; ``None`` if the file names none.
+    entered: tuple[int, ...] | None
     note: str = ""  #: The decision; empty if there was nothing to decide.
 
 
@@ -62,6 +61,7 @@ def resolve(
             f"{where} names no auxiliary layers, so there is nothing to count; leave"
             " --layer-ids out"
         )
+
     shifted = entered_after(named)
     if convention == ENTERING:
         return LayerIds(named, f"layers {list(named)} are read as those entered, as was said")
@@ -72,6 +72,7 @@ def resolve(
                 " layers does not have to leave; say --layer-ids entering"
             )
         return LayerIds(shifted, f"layers {list(named)} are read as those left, as was said")
+
     if named[0] != 1 or dialect in _ENTERING_LAYOUTS:
         return LayerIds(named)
     if shifted == usual_layers(num_target_layers):
@@ -94,7 +95,7 @@ def entered_after(layers: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def usual_layers(num_target_layers: int | None) -> tuple[int, ...] | None:
-    """Returns the default auxiliary layers for a target's depth; ``None`` if it is unknown or too small."""
+    """Returns the default auxiliary layers for a target's depth; ``None`` if it is too small."""
     try:
         return default_aux_layers(num_target_layers or 0)
     except ValueError:

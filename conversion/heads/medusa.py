@@ -88,6 +88,7 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
             " convert the two apart: medusa_head.* into a directory of their own, the rest as"
             " their target"
         )
+
     tensors = rules.renamed(stored.tensors, _rename, where)
     for word, pattern in _COUNTED.items():
         rules.check_layers(
@@ -95,6 +96,7 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
         )
     bias = _biases(top, tensors, layout)
     shared = top.flag("original_lm_head")
+    # Some files name the output that all heads share as the first head's.
     if shared and "lm_head.weight" not in tensors and "lm_heads.0.weight" in tensors:
         tensors["lm_head.weight"] = tensors.pop("lm_heads.0.weight")
     if target is None:
@@ -102,19 +104,25 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
             f"{top.where} does not say how many layers its target has, and Medusa heads read what"
             " leaves the last one; give the target as well (--target)"
         )
-    if layout == "vllm":  # its defaults, 4096 and 32001, are never intended
+
+    if layout == "vllm":
+        # The defaults of vLLM's class, 4096 and 32001, are never intended.
         top.require("vocab_size", "hidden_size")
     else:
+        # The authors' files have no sizes, so the tensors give them.
         output = "lm_head.weight" if shared else "lm_heads.0.weight"
         named = {"vocab_size": output, "hidden_size": "blocks.0.layers.0.weight"}
         sizes = {field: tensors[name].shape[0] for field, name in named.items() if name in tensors}
         top = Fields({**sizes, **top.values}, top.where)
     config = dataclasses.replace(planned(top, target), bias=bias)
+
     ids = _token_map(top, tensors, config, where)
+    # vLLM stores all rows of an output and uses those of the draft vocabulary.
     if ids is not None:
         for name, tensor in tensors.items():
             if name.startswith("lm_head") and tensor.shape[:1] == (config.vocab_size,):
                 tensors[name] = tensor[ids]
+
     if layout == "medusa" and (different := head_of_different_blocks(tensors, config)) is not None:
         raise CheckpointError(
             f"{where}: head {different} has {config.num_layers} different blocks under the authors'"
@@ -122,6 +130,7 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
             " file does not say which network was trained. If every block was trained, rename them"
             " to blocks.K.layers.L"
         )
+
     return read_as(
         KIND,
         stored,
@@ -135,8 +144,9 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
 
 
 def planned(top: Fields, target: DecoderConfig) -> MedusaConfig:
-    """Reads the description without the tensors. Defaults for the authors' layout are those of their training."""
+    """Reads the description without the tensors."""
     vocab_size = top.size("vocab_size", target.vocab_size)
+    # The authors' code always trains biases.
     is_official = "medusa_num_heads" in top.values
     with read_from(top.where):
         return MedusaConfig(
@@ -159,7 +169,7 @@ def _rename(name: str) -> str:
 
 
 def _stated(top: Fields, word: str) -> int:
-    """Reads the number of heads or of layers. As in vLLM, any field with ``num`` and the word in its name counts."""
+    """Reads the number of heads or of layers; like vLLM, by ``num`` and the word in a name."""
     number = agreed(
         {name: top.size(name) for name in top.values if "num" in name and word in name}, top.where
     )
@@ -171,7 +181,7 @@ def _stated(top: Fields, word: str) -> int:
 
 
 def _biases(top: Fields, tensors: Mapping[str, np.ndarray], dialect: str) -> bool:
-    """Tells whether the blocks have biases. The authors' blocks always have them; vLLM's files have a flag."""
+    """Tells whether the blocks have biases: the authors' always do, vLLM's files have a flag."""
     has_biases = any(name.startswith("blocks.") and name.endswith(".bias") for name in tensors)
     flag = top.flag("medusa_fc_bias", has_biases if dialect == "medusa" else False)
     if flag != has_biases:
@@ -189,7 +199,7 @@ def _biases(top: Fields, tensors: Mapping[str, np.ndarray], dialect: str) -> boo
 def _token_map(
     top: Fields, tensors: dict[str, Any], config: MedusaConfig, where: str
 ) -> np.ndarray | None:
-    """Removes the target ids of the draft vocabulary from the tensors and returns them; ``None`` for a full one."""
+    """Removes the draft vocabulary's target ids from the tensors; ``None`` if it is full."""
     size = config.draft_vocab_size
     vocab_size = config.vocab_size
     table = tensors.pop("token_map", None)
@@ -203,6 +213,7 @@ def _token_map(
         raise CheckpointError(
             f"{where}: the draft vocabulary is {size} of {vocab_size} tokens {problem}; correct one"
         )
+
     if table is None:
         return None
     draft_vocab.check_ids(table, size, vocab_size, f"{where}: token_map")
@@ -215,12 +226,14 @@ def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
     where = str(checkpoint.source)
     shapes = KIND.param_shapes(config)
     tensors = rules.write_params(head_rules(config), checkpoint.head, shapes, where=where)
+
     table = checkpoint.draft_to_target
     is_full = config.draft_vocab_size == config.vocab_size
     if is_full and table is not None and np.any(np.diff(table) != 1):
         raise CheckpointError(
             f"{where}: draft_to_target reorders the whole vocabulary; reorder the outputs instead"
         )
+
     refuse_inexpressible(
         dialect, _refusals(config, tensors, dialect), "jax" if dialect == "vllm" else "vllm"
     )
@@ -228,6 +241,7 @@ def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
         if not is_full:
             tensors["token_map"] = np.asarray(table, np.int64)
         return Layout(_vllm_fields(checkpoint), tensors)
+
     values = {
         "medusa_num_heads": config.num_heads,
         "medusa_num_layers": config.num_layers,
@@ -238,7 +252,7 @@ def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
 
 
 def head_of_different_blocks(tensors: Mapping[str, Any], config: MedusaConfig) -> int | None:
-    """Returns the first head whose blocks differ; ``None`` if there is no such head. Names are vLLM's."""
+    """Returns the first head with different blocks, by vLLM's names; ``None`` if there is none."""
     for head in range(config.num_heads):
         for part in ("weight", "bias") if config.bias else ("weight",):
             names = [f"blocks.{head}.layers.{layer}.{part}" for layer in range(config.num_layers)]
@@ -251,7 +265,7 @@ def head_of_different_blocks(tensors: Mapping[str, Any], config: MedusaConfig) -
 def _refusals(
     config: MedusaConfig, tensors: Mapping[str, np.ndarray], dialect: str
 ) -> dict[str, Any]:
-    """Returns the settings that vLLM or the authors' code cannot read, and whether the heads have them."""
+    """Returns the settings that an engine cannot read, and whether the heads have them."""
     reduced = config.draft_vocab_size < config.vocab_size
     if dialect == "vllm":
         setting = (
@@ -303,18 +317,12 @@ def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
     """Reports the number of heads, and the model that the heads name as theirs."""
     count = head.config.num_heads
     fitting = [name for name, tree in PUBLISHED_TREES.items() if tree.max_depth <= count]
-    trees = (
-        f"published trees that fit: {', '.join(fitting)}"
-        if fitting
-        else "every published tree is deeper"
-    )
-    checks = [
-        Check.report("heads", f"{count}, so that drafts have at most {count} tokens; {trees}")
-    ]
+    fit = f"that fit: {', '.join(fitting)}" if fitting else "are all deeper"
+    heads = f"{count}, so that drafts have at most {count} tokens; published trees {fit}"
     base = _base_model(head)
     named = f"trained for {base}, says config.json; heads read the state of exactly that model"
     detail = f"{named} (here: {target.source.name})" if base else "not named"
-    return [*checks, Check.report("base model", detail)]
+    return [Check.report("heads", heads), Check.report("base model", detail)]
 
 
 KIND = HeadKind(

@@ -74,7 +74,7 @@ _MIMO = "MiMoForCausalLM"
 
 
 def recognise(signs: Signs) -> bool:
-    """Recognises MTP by the tensors of a module, in a file without the layers of a language model."""
+    """Recognises MTP by the tensors of a module, in a file without a language model's layers."""
     if signs.method == "mtp":
         return True
     module = r"layers\.\d+\.(enorm|hnorm|eh_proj|shared_head)\.|mtp_layers\.\d+\.|mtp\."
@@ -116,6 +116,7 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
             " (hidden state first) or speculators_model_type to 'mtp' (embedding first)"
         )
     _refuse_other_modules(top, tensors, layout)
+
     config = read_config(top)
     names = names_in(layout, config)
     config = dataclasses.replace(config, own_output=f"{names.output}.weight" in tensors)
@@ -129,7 +130,7 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
 
 
 def read_config(top: Fields, target: DecoderConfig | None = None) -> MTPConfig:
-    """Reads the description of a module, except its own output matrix, which only its tensors reveal."""
+    """Reads the description of a module, except its own output matrix, which is in the tensors."""
     del target  # the file has the target's depth
     nested = bool(top.get("speculators_model_type"))
     geometry = top.section("transformer_layer_config") if nested else top
@@ -139,8 +140,10 @@ def read_config(top: Fields, target: DecoderConfig | None = None) -> MTPConfig:
     for fields in (top, geometry):
         hf_config.refuse_unsupported(fields)
         hf_config.refuse_windows(fields)
+    # Without the base, engines compute different rotations.
     if _MIMO in (top.get("architectures") or ()) and geometry.get("rope_parameters") is None:
-        geometry.require("rope_theta")  # engines differ in what its absence means
+        geometry.require("rope_theta")
+
     biased, qk_norm = _BLOCKS[model_type]
     o_bias = geometry.flag("attention_bias") and not biased
     mixer = hf_config.read_mixer(
@@ -157,7 +160,7 @@ def read_config(top: Fields, target: DecoderConfig | None = None) -> MTPConfig:
 
 
 def dialect(signs: Signs) -> str:
-    """Returns ``deepseek``, ``mimo`` or ``speculators``; ``unknown`` if names and configuration fit none of them."""
+    """Returns ``deepseek``, ``mimo`` or ``speculators``; ``unknown`` if the file fits none."""
     if signs.method == "mtp":
         return "speculators"
     if signs.has(r"layers\.\d+\."):
@@ -179,17 +182,21 @@ def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
         "num_nextn_predict_layers": 1,
         "tie_word_embeddings": False,
     }
+
     if dialect == "mimo":
         projection = f"{names.fc}.weight"
         tensors[projection] = _exchanged(tensors[projection])
-        for name in "qkv":  # Qwen2's block has biases; zeros change nothing
+        # Qwen2's block has biases; zeros change nothing.
+        for name in "qkv":
             projection = f"{names.block}.self_attn.{name}_proj"
             weight = tensors[f"{projection}.weight"]
             tensors.setdefault(f"{projection}.bias", np.zeros_like(weight[:, 0]))
         return Layout({"architectures": [_MIMO], "model_type": "qwen2", **values}, tensors)
+
     if dialect == "deepseek":
         kind = {"architectures": ["LlamaMTPModel"], "model_type": _block(config)}
         return Layout(kind | values | hf_config.bias_fields(layer), tensors)
+
     geometry = {"model_type": "qwen3", **values, **hf_config.bias_fields(layer)}
     del geometry["num_nextn_predict_layers"]
     outer = {

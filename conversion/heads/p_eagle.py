@@ -1,4 +1,6 @@
-"""Reads and writes P-EAGLE heads: EAGLE-3's tensors, a learned state ``mask_hidden`` and the id of a mask token.
+"""Reads and writes P-EAGLE heads: EAGLE-3's tensors, a learned state, and a mask token's id.
+
+The state is ``mask_hidden``.
 
 * ``vllm``: EAGLE-3's file with the token as ``mask_token_id``, ``pard_token`` or ``ptd_token_id``
   (as in Amazon's heads); vLLM serves it with ``{"method": "eagle3", "parallel_drafting": true}``.
@@ -35,7 +37,7 @@ _SPECULATIVE_TOKENS = 5
 
 
 def recognise(signs: Signs) -> bool:
-    """Recognises P-EAGLE by the learned state, by the configuration, or by a mask token and an ``fc``."""
+    """Recognises P-EAGLE by the learned state, the configuration, or a mask token and an ``fc``."""
     if _MASK in signs.names or "PEagle" in signs.architecture or signs.method == "peagle":
         return True
     fuses = "fc.weight" in signs.names or "Eagle3" in signs.architecture
@@ -43,7 +45,10 @@ def recognise(signs: Signs) -> bool:
 
 
 def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
-    """Reads a P-EAGLE head. The target is needed when the head does not name its auxiliary layers."""
+    """Reads a P-EAGLE head.
+
+    The target is needed when the head does not name its auxiliary layers.
+    """
     top = stored.fields
     tensors = eagle3.canonical(stored.tensors, stored.directory)
     if _MASK in tensors:
@@ -52,6 +57,7 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
                 "speculators_model_type", f"the file holds {_MASK}, which only 'peagle' heads have"
             )
         tensors[_MASK] = tensors[_MASK].reshape(-1)
+
     # Layers after the first have one norm of their input. Engines create a second one and never
     # apply it.
     unused = [
@@ -61,6 +67,7 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     ]
     for name in unused:
         del tensors[name]
+
     plain, aux_layers = eagle3.read_config(top, lambda _: eagle3.num_layers(tensors))
     config = _with_mask(plain, top)
     note = (
@@ -104,7 +111,7 @@ def _with_mask(config: Eagle3Config, top: Fields) -> PEagleConfig:
 
 
 def _speculators_fields(values: dict[str, Any], config: PEagleConfig) -> dict[str, Any]:
-    """Returns the same fields in the layout of speculators: settings of the head outside, sizes nested."""
+    """Returns the fields in speculators' layout: settings of the head outside, sizes nested."""
     head_names = ("draft_vocab_size", *eagle3.FLAGS, eagle3.AUX, "target_hidden_size")
     excluded = (*head_names, "eagle_config", "architectures", "torch_dtype")
     proposal = {"verifier_accept_k": 1, "accept_tolerance": 0.0}
@@ -119,7 +126,7 @@ def _speculators_fields(values: dict[str, Any], config: PEagleConfig) -> dict[st
 
 
 def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
-    """Runs the checks of an EAGLE-3 head, and checks the mask token, which no text should contain."""
+    """Runs the checks of an EAGLE-3 head, and checks that texts do not contain the mask token."""
     mask = mask_token(head.config.mask_token_id, target.stop_tokens, target.source)
     return [*eagle3.examine(target, head), mask]
 

@@ -1,4 +1,4 @@
-"""Reads quantised checkpoints exactly. Each tensor is computed whenever it is converted to numpy."""
+"""Reads quantised checkpoints exactly: a tensor is computed whenever it is converted to numpy."""
 
 from eagle3_jax.conversion.quantised.formats import Quantisation, read_quantised
 

@@ -1,4 +1,4 @@
-"""Arrays that are computed from quantised tensors at every read, so that memory never holds all of them."""
+"""Arrays that are computed from quantised tensors at every read: memory never holds all of them."""
 
 from __future__ import annotations
 
@@ -89,8 +89,11 @@ class Dequantised(Shaped):
         return "int8" if self.stored == np.int8 and self.block is None else ""
 
     def stored_kernel(self) -> Fp8Kernel | Int8Kernel | None:
-        """Returns a kernel ``[..., D_in, D_out]`` of the stored values and scales; ``None`` for other types."""
-        return stored_kernel([(lambda array: array, self)], self.shape)
+        """Returns a kernel ``[..., D_in, D_out]`` of the stored values and scales.
+
+        Returns ``None`` for types that no kernel stores.
+        """
+        return stored_kernel([(_unchanged, self)], self.shape)
 
     @property
     def T(self) -> Dequantised:
@@ -112,7 +115,8 @@ class Dequantised(Shaped):
     def _view(self, view: View) -> Dequantised:
         viewed = copy.copy(self)
         viewed._views = (*self._views, view)
-        placeholder = np.broadcast_to(np.float32(0), self._read_shape)  # takes no memory
+        # A broadcast number has the shape and takes no memory.
+        placeholder = np.broadcast_to(np.float32(0), self._read_shape)
         viewed.shape = viewed._viewed(placeholder).shape
         return viewed
 
@@ -122,8 +126,15 @@ class Dequantised(Shaped):
         return array
 
 
+def _unchanged(array: np.ndarray) -> np.ndarray:
+    return array
+
+
 def kept_as(parts: Sequence[Any]) -> str:
-    """Returns the kind of kernel that keeps the stored values of several arrays; empty if types or blocks differ."""
+    """Returns the kind of kernel that keeps the stored values of several arrays.
+
+    It is empty if their types or blocks differ.
+    """
     kinds = {getattr(part, "kept_as", "") for part in parts}
     blocks = {getattr(part, "block", None) for part in parts}
     return kinds.pop() if len(kinds) == len(blocks) == 1 else ""
@@ -132,7 +143,7 @@ def kept_as(parts: Sequence[Any]) -> str:
 def stored_kernel(
     parts: Sequence[tuple[View, Any]], shape: Sequence[int]
 ) -> Fp8Kernel | Int8Kernel | None:
-    """Returns the kernel that several arrays fill, bit for bit; ``None`` if they cannot be one kernel.
+    """Returns the kernel that several arrays fill, bit for bit; ``None`` if no kernel can.
 
     Args:
         parts: The arrays. The function next to each returns the view of a kernel ``[..., D_in,
@@ -144,6 +155,7 @@ def stored_kernel(
     kind = kept_as([part for _, part in parts])
     if not kind:
         return None
+
     *stack, inputs, outputs = shape
     block = parts[0][1].block or inputs
     if kind == "fp8":  # FP8 kernels are stored transposed
@@ -153,17 +165,20 @@ def stored_kernel(
         values = np.empty((*stack, inputs, outputs), np.int8)
         kernel = values
     scale = np.empty((*stack, -(-inputs // block), outputs), np.float32)
+
     for view, part in parts:
         stored, scales = part.parts()
         value_view = view(kernel)
         scale_view = view(scale)
         value_view[...] = stored.reshape(value_view.shape)
-        # The two differ in the axis of inputs alone. The scale of a block is that of its first
-        # input.
+
+        # The two views differ in the axis of inputs alone. The scale of a block is that of its
+        # first input.
         sizes = zip(value_view.shape, scale_view.shape, strict=True)
         steps = [None if num_values == num_scales else block for num_values, num_scales in sizes]
         first_inputs = tuple(slice(None, None, step) for step in steps)
         scale_view[...] = scales.reshape(value_view.shape)[first_inputs]
+
     if kind == "int8":
         return Int8Kernel(values=values, scale=scale[..., 0, :])
     return Fp8Kernel(values=values, scale=scale, block=block)

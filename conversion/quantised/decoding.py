@@ -34,9 +34,8 @@ class Scheme(NamedTuple):
     strategy: str
     block: tuple[int, int] = (1, 1)  #: Outputs and inputs of a block; 1 and the inputs of a group.
     bits: int = 8  #: Bits of an integer.
-    exponents: bool = (
-        False  #: Whether scales are powers of two that may be stored as their exponents.
-    )
+    #: Whether scales are powers of two that may be stored as their exponents.
+    exponents: bool = False
 
 
 def scaled(stored: Stored, scheme: Scheme, dtype: Any) -> Dequantised:
@@ -53,21 +52,30 @@ def scaled(stored: Stored, scheme: Scheme, dtype: Any) -> Dequantised:
 
 
 def packed(stored: Stored, scheme: Scheme) -> Dequantised:
-    """Decodes integers of a few bits as ``W = (u - half of the range) · s``. The lowest bits of a word come first."""
+    """Decodes integers of a few bits as ``W = (u - half of the range) · s``.
+
+    The lowest bits of a word come first.
+    """
     words = stored.values
     per_word = 32 // scheme.bits
     stem = stored.name.removesuffix("_packed")
     _check_type(stored.name, words, ("int32",))
+
+    # The last word of a row may have unused bits, so the words do not tell the number of inputs.
     shape = stored.tensors.get(f"{stem}_shape")
     if shape is None or shape.shape != (2,):
         raise CheckpointError(
             f"{stored.name} comes without {stem}_shape of two numbers; it says how much of it"
             " counts"
         )
+
     outputs, inputs = (int(size) for size in shape)
     _check_shape(stored.name, words, (outputs, -(-inputs // per_word)))
     scale = _scales(stored, scheme, (outputs, inputs))
-    read = lambda: (_unpacked(words, scheme.bits)[:, :inputs], scale())
+
+    def read() -> tuple[np.ndarray, np.ndarray]:
+        return _unpacked(words, scheme.bits)[:, :inputs], scale()
+
     return Dequantised((outputs, inputs), np.int16, read)
 
 
@@ -80,7 +88,10 @@ def _unpacked(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def mxfp4(stored: Stored) -> Dequantised:
-    """Decodes blocks of 32 inputs in four bits with a shared exponent: ``[E, out, K/32, 16]`` to ``[E, in, out]``."""
+    """Decodes blocks of 32 inputs in four bits: ``[E, out, K/32, 16]`` to ``[E, in, out]``.
+
+    The inputs of a block share an exponent.
+    """
     blocks = stored.values
     exponents = stored.scale
     _check_type(stored.name, blocks, ("uint8",))
@@ -90,24 +101,30 @@ def mxfp4(stored: Stored) -> Dequantised:
             f"{stored.name} has shape {list(blocks.shape)}; expected [experts, outputs, blocks, 16]"
         )
     _check_shape(stored.scale_name, exponents, blocks.shape[:-1])
+
     shape = (*blocks.shape[:2], blocks.shape[2] * 32)
-    read = lambda: (_mxfp4_weights(blocks, exponents).reshape(shape), None)
+
+    def read() -> tuple[np.ndarray, None]:
+        return _mxfp4_weights(blocks, exponents).reshape(shape), None
+
     return Dequantised(shape, np.uint8, read).swapaxes(1, 2)
 
 
 def _mxfp4_weights(blocks: np.ndarray, exponents: np.ndarray) -> np.ndarray:
     """Returns the weights ``[E, out, K/32, 32]`` of blocks of pairs ``[E, out, K/32, 16]``."""
     weights = np.empty((*exponents.shape, 16, 2), np.float32)
-    for index, codes in enumerate(
-        blocks
-    ):  # expert by expert, because intermediate results are large
+    # Expert by expert, because intermediate results are large.
+    for index, codes in enumerate(blocks):
         mantissas = np.stack([FP4[codes & 15], FP4[codes >> 4]], -1)
         weights[index] = mantissas * _numbers(exponents[index])[..., None, None]
     return weights
 
 
 def fused_experts(stored: Stored) -> Dequantised:
-    """Decodes stacked experts ``[E, in, out]`` in E4M3 with a scale ``[E, 1, out]`` or ``[E, out, 1]``."""
+    """Decodes stacked experts ``[E, in, out]`` in E4M3.
+
+    Their scale is ``[E, 1, out]`` or ``[E, out, 1]``.
+    """
     values = stored.values
     scale = stored.scale
     _check_type(stored.name, values, (str(E4M3),))
@@ -118,26 +135,36 @@ def fused_experts(stored: Stored) -> Dequantised:
         )
     experts, _, outputs = values.shape
     _check_shape(stored.scale_name, scale, (experts, 1, outputs), (experts, outputs, 1))
-    return Dequantised(
-        values.shape, values.dtype, lambda: (values, _numbers(scale).reshape(experts, 1, outputs))
-    )
+
+    def read() -> tuple[np.ndarray, np.ndarray]:
+        return values, _numbers(scale).reshape(experts, 1, outputs)
+
+    return Dequantised(values.shape, values.dtype, read)
 
 
 def _scales(stored: Stored, scheme: Scheme, shape: Sequence[int]) -> Callable[[], np.ndarray]:
-    """Returns a function that computes the scale of every value, or an array that broadcasts to it."""
+    """Returns a function that computes the scales, as an array that broadcasts to the values."""
     scale = stored.scale
     _check_type(stored.scale_name, scale, (*_FLOATS, *_EXPONENTS) if scheme.exponents else _FLOATS)
     *stack, outputs, inputs = shape
+
     if scheme.strategy == "tensor":
         _check_shape(stored.scale_name, scale, (1,), (1,) * scale.ndim)
         return lambda: _numbers(scale).reshape((1,) * len(shape))
+
     if scheme.strategy == "channel":
         _check_shape(stored.scale_name, scale, (*stack, outputs, 1), (*stack, outputs))
         return lambda: _numbers(scale).reshape(*stack, outputs, 1)
+
     rows, columns = scheme.block
     _check_shape(stored.scale_name, scale, (*stack, -(-outputs // rows), -(-inputs // columns)))
-    by_row = lambda: np.repeat(_numbers(scale), rows, -2)
-    return lambda: np.repeat(by_row(), columns, -1)[..., :outputs, :inputs]
+
+    # The last block of an axis may be cut off.
+    def per_value() -> np.ndarray:
+        by_row = np.repeat(_numbers(scale), rows, -2)
+        return np.repeat(by_row, columns, -1)[..., :outputs, :inputs]
+
+    return per_value
 
 
 def _numbers(scale: np.ndarray) -> np.ndarray:

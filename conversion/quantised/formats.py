@@ -1,4 +1,4 @@
-"""Reads quantised checkpoints exactly: applies each ``quantization_config`` to the tensors of a file.
+"""Reads quantised checkpoints exactly, by the ``quantization_config`` of each.
 
 * ``fp8``, as DeepSeek publishes: E4M3 in blocks of 128 by 128, with scales in float32 or exponents.
 * ``fbgemm_fp8``, as Meta publishes: E4M3 with a scale for every output, stacked experts too.
@@ -77,12 +77,14 @@ def read_quantised(
     format = _format_of(fields, directory)
     if format is None:
         return dict(tensors), None
+
     results: dict[str, Any] = {}
     used: set[str] = set()
     for name, scale in tensors.items():
         layout = next((layout for layout in format.layouts if name.endswith(layout.scale)), None)
         if layout is None:
             continue
+
         stem = name.removesuffix(layout.scale)
         values = stem + layout.values
         result = stem + layout.result
@@ -92,27 +94,27 @@ def read_quantised(
             )
         if result in results or (result != values and result in tensors):
             raise CheckpointError(f"{directory} gives {result} twice, the second time as {values}")
+
         try:
             results[result] = layout.decode(Stored(values, tensors[values], name, scale, tensors))
         except CheckpointError as error:
             raise CheckpointError(f"{directory}: {error} ({format.words})") from None
         used |= {name, values}
-    ignored = re.compile("|".join(f"(?:{pattern})" for pattern in format.ignored) or r"(?!)")
-    dense = {
-        name: value
-        for name, value in tensors.items()
-        if name not in used and not ignored.fullmatch(name)
-    }
+
     if not results:
         raise CheckpointError(
             f"{directory} says that its weights are quantised ({format.words}) and holds no scale;"
             " remove quantization_config"
         )
+    dense = {
+        name: value
+        for name, value in tensors.items()
+        if name not in used and not any(re.fullmatch(pattern, name) for pattern in format.ignored)
+    }
     kinds = {value.kept_as for value in results.values()}
+    kept_as = kinds.pop() if len(kinds) == 1 else ""
     # Messages list tensors in the order of the file.
-    return dense | results, Quantisation(
-        format.words, kinds.pop() if len(kinds) == 1 else "", len(results)
-    )
+    return dense | results, Quantisation(format.words, kept_as, len(results))
 
 
 def _matrices(scheme: Scheme, dtype: Any = E4M3) -> Layout:
@@ -123,8 +125,10 @@ def _matrices(scheme: Scheme, dtype: Any = E4M3) -> Layout:
 
 
 def _read_fp8(fields: Fields) -> Format:
+    # Both names mean the same type; the checkpoints of DeepSeek have the short one.
     if fields.get("fmt") != "float8_e4m3fn":
         fields.only(fmt="e4m3")
+
     exponents = fields.one_of("scale_fmt", ("float", "ue8m0"), "float") == "ue8m0"
     if fields.get("weight_block_size") is None:
         words = "fp8, one scale a tensor"
@@ -133,6 +137,7 @@ def _read_fp8(fields: Fields) -> Format:
         size = _block_size(fields, "weight_block_size")
         words = f"fp8, a scale for {size[0]} by {size[1]} weights"
         scheme = Scheme("block", size, exponents=exponents)
+
     return Format(
         words=words,
         layouts=(
@@ -178,8 +183,6 @@ _COMPRESSED = {
     ("naive-quantized", "float", 8): "fp8",
     ("naive-quantized", "int", 8): "int8",
 }
-
-
 _FORMS = tuple(dict.fromkeys(form for form, _, _ in _COMPRESSED))
 
 
@@ -190,6 +193,7 @@ def _read_compressed_tensors(fields: Fields) -> Format:
         raise CheckpointError(
             f"{fields.where}: transform_config rotates activations; that is not computed"
         )
+
     weights = _weights(fields)
     weights.only(symmetric=True)
     bits = weights.integer("num_bits")
@@ -200,11 +204,13 @@ def _read_compressed_tensors(fields: Fields) -> Format:
         raise CheckpointError(
             f"{weights.where}: num_bits {bits} of type {kind!r} is not read in the format {form!r}"
         )
+
     layout = _matrices(scheme, E4M3 if kind == "float" else np.int8)
     if form == "pack-quantized":
         layout = Layout(
             ".weight_scale", ".weight_packed", ".weight", functools.partial(packed, scheme=scheme)
         )
+
     return Format(
         words=f"{words} of compressed-tensors, {among}",
         layouts=(layout,),
@@ -220,6 +226,7 @@ def _weights(fields: Fields) -> Fields:
         raise CheckpointError(
             f"{fields.where}: config_groups says nothing of weights; add their description"
         )
+
     compared = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure")
     first = descriptions[0]
     if any(weights.get(name) != first.get(name) for weights in descriptions for name in compared):
@@ -262,16 +269,19 @@ FORMATS: dict[str, Callable[[Fields], Format]] = {
 
 
 def _format_of(fields: Fields, directory: Path) -> Format | None:
-    """Returns the format of a checkpoint; ``None`` if it is not quantised. Model Optimizer may use a separate file."""
+    """Returns the format of a checkpoint; ``None`` if it is not quantised."""
     section = "quantization_config"
     owner = fields if fields.get(section) is not None else fields.section("text_config")
+    # Model Optimizer may describe it in a file of its own.
     if owner.get(section) is None:
         path = directory / _FILE
         values = read_json(path) if path.is_file() else {}
         optimizer = Fields(values, str(path)).section("quantization")
         return None if optimizer.get("quant_algo") is None else _read_modelopt(optimizer)
+
     description = owner.section(section)
     method = description.get("quant_method")
+    # Some files of Model Optimizer have no quant_method.
     if method is None and description.get("quant_algo") is not None:
         method = "modelopt"
     if not isinstance(method, str) or method not in FORMATS:

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # The messages of the system, safetensors (Rust), TensorStore (C++) and numpy for a full disk.
 _DISK_FULL = re.compile(
@@ -43,8 +44,10 @@ def whole_directory(final: str | os.PathLike[str]) -> Iterator[Path]:
     final = Path(final).absolute()
     if final.exists() or final.is_symlink():
         raise WriteError(f"{final} exists already; give a new directory, or remove that one first")
+
     with _sibling(final) as temporary:
         yield temporary
+
         _apply_umask(temporary)
         if final.exists():
             raise WriteError(
@@ -67,6 +70,7 @@ def whole_file(final: str | os.PathLike[str]) -> Iterator[Path]:
     if final.exists() and not final.is_file():
         yield final
         return
+
     with _sibling(final) as temporary:
         yield temporary / final.name
         os.replace(temporary / final.name, final)
@@ -87,18 +91,22 @@ def disk_full_named(final: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def orbax_quiet() -> Iterator[None]:
-    """Silences the log of Orbax and of its threads, which repeats the errors of Orbax with tracebacks."""
+    """Silences the log of Orbax, which repeats its errors with the tracebacks of its threads."""
     logger = logging.getLogger("absl")
-    hook = sys.unraisablehook
     level = logger.level
+    hook = sys.unraisablehook
+
+    # TensorStore's threads report their failures late, to an event loop that is closed.
+    def report(late: Any) -> None:
+        if "Event loop is closed" not in str(late.exc_value):
+            hook(late)
+
     logger.setLevel(logging.CRITICAL + 1)
-    sys.unraisablehook = lambda late: (
-        None if "Event loop is closed" in str(late.exc_value) else hook(late)
-    )
+    sys.unraisablehook = report
     try:
         yield
     except BaseException:
-        time.sleep(0.3)  # TensorStore's threads report their failures late, to a closed event loop
+        time.sleep(0.3)  # until they have reported
         raise
     finally:
         logger.setLevel(level)
@@ -106,21 +114,24 @@ def orbax_quiet() -> Iterator[None]:
 
 
 def cache_directory(part: str) -> Path | None:
-    """Returns the directory of a part of this project in the user's cache; ``None`` for a user without a home.
+    """Returns the directory of a part of this project in the user's cache; it may not exist yet.
 
-    The directory may not exist yet. ``XDG_CACHE_HOME`` names the cache; default: ``~/.cache``.
+    ``XDG_CACHE_HOME`` names the cache; default: ``~/.cache``. Returns ``None`` for a user without a
+    home.
     """
     cache = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(cache):  # the XDG standard ignores relative paths
-        home = os.path.expanduser("~")  # "~" if the home is unknown; HOME may be any text
+    # The XDG standard ignores relative paths. An unknown home is "~", and HOME may be any text.
+    if not os.path.isabs(cache):
+        home = os.path.expanduser("~")
         if not os.path.isabs(home) or home == "/":
             return None
         cache = os.path.join(home, ".cache")
+
     return Path(cache) / "eagle3-jax" / part
 
 
 def check_free(final: Path, num_bytes: int) -> None:
-    """Refuses a write of ``num_bytes`` before it begins if the disk of ``final`` has less free space.
+    """Refuses a write of ``num_bytes`` before it begins if the disk of ``final`` is too full.
 
     Raises:
         WriteError: The disk has less free space.
@@ -147,29 +158,29 @@ def remove_tree(directory: Path) -> None:
 def _sibling(final: Path) -> Iterator[Path]:
     """Yields a locked directory next to the final name, and removes it at the end of the block."""
     prefix = f".{final.name}."
-    suffix = ".partial"
     with disk_full_named(final), contextlib.ExitStack() as stack:
         try:
             final.parent.mkdir(parents=True, exist_ok=True)
-            for path in final.parent.iterdir():
-                if path.name.startswith(prefix) and path.name.endswith(suffix):
-                    with (
-                        contextlib.suppress(OSError),
-                        _locked(path),
-                    ):  # an error means that its writer is alive
-                        remove_tree(path)
-            temporary = Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=final.parent))
+            _remove_abandoned(final.parent, prefix)
+            temporary = Path(tempfile.mkdtemp(".partial", prefix, final.parent))
         except OSError as error:
-            if _DISK_FULL.search(str(error)):
-                raise
             reason = (
                 f"{final} cannot be created ({error.strerror}); give a place that can be written"
             )
             raise WriteError(reason) from None
         stack.callback(remove_tree, temporary)
+
         with contextlib.suppress(OSError):  # some file systems have no locks
             stack.enter_context(_locked(temporary))
         yield temporary
+
+
+def _remove_abandoned(folder: Path, prefix: str) -> None:
+    """Removes the directories that killed writers left. A writer that lives holds its lock."""
+    for path in folder.iterdir():
+        if path.name.startswith(prefix) and path.name.endswith(".partial"):
+            with contextlib.suppress(OSError), _locked(path):
+                remove_tree(path)
 
 
 @contextlib.contextmanager
@@ -184,7 +195,7 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def _apply_umask(directory: Path) -> None:
-    """Sets the usual permissions; mkdtemp and the writer of safetensors give access to the owner alone."""
+    """Sets the usual permissions; mkdtemp and safetensors give access to the owner alone."""
     umask = os.umask(0)
     os.umask(umask)
     for path in (directory, *directory.rglob("*")):

@@ -1,4 +1,4 @@
-"""Paths that users give instead of a checkpoint, other prefixes of tensors, and the files that a conversion copies."""
+"""Paths given instead of a checkpoint, other prefixes of tensors, and the files that are copied."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_tokenizer_that_was_not_fetched_is_refused(tmp_path: Path) -> None:
 def test_layers_under_another_prefix_are_read_if_it_is_the_only_prefix(
     tmp_path: Path, prefix: str
 ) -> None:
-    """``AutoModel`` saves without ``model.``; wrappers of PyTorch and of images add their own prefixes."""
+    """``AutoModel`` saves without ``model.``; wrappers of PyTorch and of images add prefixes."""
     truth = conversion.read_target(write_llama(tmp_path / "target"))
     directory = write_llama(tmp_path / "renamed")
     weights = directory / "model.safetensors"

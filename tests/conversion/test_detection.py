@@ -1,4 +1,4 @@
-"""The files of a directory determine the drafting method; files and options that do not fit are refused in one line."""
+"""The files of a directory determine the drafting method; others are refused in one line."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def test_a_loaded_drafter_is_described_by_its_method(
 ) -> None:
     directory = CHECKPOINTS[name](tmp_path / "drafter")
     decoder = SpeculativeDecoder(target, load_drafter(directory, target=target))
-    length = {DFLASH: 4, JETSPEC: 4, DSPARK: 5}.get(
-        name, 3
-    )  # all rows of a block, all heads of Medusa, the default
+    # All rows of a block, all heads of Medusa, or the default.
+    length = {DFLASH: 4, JETSPEC: 4, DSPARK: 5}.get(name, 3)
     assert decoder.method == f"{name}, chain K={length}, greedy draft sampling"
     assert re.fullmatch(
         "every row sees its whole block.*" if name in (DFLASH, DSPARK) else "", decoder.drafter.note
     )
+
     description = conversion.describe(directory)
     assert description.loadable
     assert {DRAFT_MODEL: "may be given as the drafter", DFLASH: "draft 4 tokens"}.get(
@@ -70,6 +70,7 @@ def test_a_drafter_without_files_is_described_by_its_method(target: LoadedTarget
     }
     for name, method in methods.items():
         assert SpeculativeDecoder(target, named_drafter(name, target)).method == method
+
     tree = DynamicTree(num_nodes=9, max_depth=3, top_k=3)
     decoder = SpeculativeDecoder(target, named_drafter("layer-skip=2", target), tree=tree)
     assert (
@@ -84,19 +85,32 @@ BLOCK = {
     "rope_theta": 1e4,
 }
 # The head, fields that make it look like another one, and the refusal.
+# fmt: off
 MIXTURES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "Medusa heads with a wrong number": (MEDUSA, {"num_heads": 4}, "number of Medusa heads is 4; the file holds 3"),
     "EAGLE-1 as EAGLE-3": (
-        EAGLE1, {"architectures": ["LlamaForCausalLMEagle3"]}, "named as those of EAGLE-1/2 heads are",
+        EAGLE1,
+        {"architectures": ["LlamaForCausalLMEagle3"]},
+        "named as those of EAGLE-1/2 heads are",
     ),
-    "EAGLE-3 as P-EAGLE": (EAGLE3, {"ptd_token_id": 57}, "misses mask_hidden.* named as those of EAGLE-3 heads"),
-    "P-EAGLE as EAGLE-3": (P_EAGLE, {"speculators_model_type": "eagle3"}, "only 'peagle' heads have"),
-    "EAGLE-3 as DFlash": (EAGLE3, BLOCK, "named as those of EAGLE-3 heads are, .* describes DFlash"),
+    "EAGLE-3 as P-EAGLE": (
+        EAGLE3, {"ptd_token_id": 57}, "misses mask_hidden.* named as those of EAGLE-3 heads"
+    ),
+    "P-EAGLE as EAGLE-3": (
+        P_EAGLE, {"speculators_model_type": "eagle3"}, "only 'peagle' heads have"
+    ),
+    "EAGLE-3 as DFlash": (
+        EAGLE3, BLOCK, "named as those of EAGLE-3 heads are, .* describes DFlash"
+    ),
     "MTP as Medusa": (
-        MTP, {"medusa_num_heads": 3, "medusa_num_layers": 1}, "named as those of MTP heads are, .* describes Medusa",
+        MTP,
+        {"medusa_num_heads": 3, "medusa_num_layers": 1},
+        "named as those of MTP heads are, .* describes Medusa",
     ),
-    "DFlash as MTP": (DFLASH, {"speculators_model_type": "mtp"}, "named as those of DFlash heads are, .* MTP"),
-}  # fmt: skip
+    "DFlash as MTP": (
+        DFLASH, {"speculators_model_type": "mtp"}, "named as those of DFlash heads are, .* MTP"
+    ),
+}
+# fmt: on
 
 
 @pytest.mark.parametrize("name", MIXTURES)

@@ -1,4 +1,4 @@
-"""Block drafters on disk: both dialects are read and written, and contradictions are refused in one line."""
+"""Block drafters on disk: both dialects are read and written; contradictions are refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -83,6 +83,7 @@ def test_settings_with_different_defaults_in_engines_are_always_written(tmp_path
     assert values["aux_hidden_state_layer_ids"] == [2, 4, 7]
     assert values["transformer_layer_config"]["rope_parameters"]["rope_theta"] == 1e6
     assert values["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 5
+
     conversion.convert(tmp_path / "spec", tmp_path / "vllm", "vllm", TARGET)
     values = json.loads((tmp_path / "vllm" / "config.json").read_text())
     assert values["target_layer_ids"] == values["dflash_config"]["target_layer_ids"] == [1, 3, 6]
@@ -111,12 +112,14 @@ def test_names_of_other_tools_are_understood(tmp_path: Path) -> None:
         "hidden_norm.": "encoder.output_norm_enc.",
         "layers.0.": "midlayer.",
     }
+
     tensors = {}
     for name, value in head.tensors().items():
         prefix = next((prefix for prefix in aliases if name.startswith(prefix)), "")
         tensors[aliases.get(prefix, "") + name.removeprefix(prefix)] = value
     second = write_checkpoint(tmp_path / "second", head.config(), tensors)
     assert same_head(first, conversion.read_head(second, TARGET))
+
     edit_tensors(second, fc__weight=tensors["encoder.fc.weight"])
     refused(
         lambda path: conversion.read_head(path, TARGET),
@@ -129,17 +132,30 @@ MATRIX = np.ones((32, 64), np.float32)
 SPARK = HEADS["DSpark"]
 
 
+class Case(NamedTuple):
+    """A head that is refused."""
+
+    head: BlockHead
+    dialect: str
+    fields: dict[str, Any]  # changes of its config.json
+    tensors: dict[str, Any]  # changes of its tensors
+    message: str
+
+
 def case(
     message: str, head: BlockHead = BlockHead(), dialect: str = "vllm", **changes: Any
-) -> tuple[Any, ...]:
-    """Returns a case of a refusal. Changes that are arrays, or have ``__`` for a dot in their name, are of tensors."""
+) -> Case:
+    """Returns a case of a refusal.
+
+    Changes that are arrays, or have ``__`` for a dot in their name, are of tensors.
+    """
     tensors = {
         name: value
         for name, value in changes.items()
         if "__" in name or isinstance(value, np.ndarray)
     }
     fields = {name: changes[name] for name in changes.keys() - tensors.keys()}
-    return head, dialect, fields, tensors, message
+    return Case(head, dialect, fields, tensors, message)
 
 
 AMBIGUOUS = {
@@ -213,11 +229,13 @@ REFUSALS = {
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_a_contradicting_head_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
-    head, dialect, config, tensors, message = REFUSALS[name]
-    directory = head.write(tmp_path / "head", dialect)
-    edit_config(directory, **config)
-    edit_tensors(directory, **{name.removesuffix("__"): value for name, value in tensors.items()})
-    refused(lambda path: conversion.read_head(path, TARGET), directory, message)
+    refusal = REFUSALS[name]
+    directory = refusal.head.write(tmp_path / "head", refusal.dialect)
+    edit_config(directory, **refusal.fields)
+    edit_tensors(
+        directory, **{name.removesuffix("__"): value for name, value in refusal.tensors.items()}
+    )
+    refused(lambda path: conversion.read_head(path, TARGET), directory, refusal.message)
 
 
 def test_a_separate_mask_embedding_is_refused(tmp_path: Path) -> None:

@@ -63,7 +63,9 @@ def test_the_doctor_names_each_suspicion(tmp_path: Path) -> None:
         fc__weight=np.full((32, 96), np.nan, np.float16),
         embed_tokens__weight=np.ones((61, 32), np.float16),
     )
+    # One fault for each check, from the layers to the tokenizer.
     edit_config(head, eagle_aux_hidden_state_layer_ids=[1, 4, 6])
+
     checks = examined(target, head)
     expected = {
         "widths": "differs from the target's",
@@ -93,6 +95,7 @@ def test_a_list_of_left_layers_is_recognised_by_the_default_of_the_target(tmp_pa
         usual,
         "--layer-ids leaving or --layer-ids entering",
     )
+
     leaving = examined(target, head, layer_ids="leaving")["auxiliary layers"]
     expect(leaving, "ok", "(2, 4, 5), the default of this target: (1, 3, 4) in config.json")
     entering = examined(target, head, layer_ids="entering")["auxiliary layers"]
@@ -175,7 +178,7 @@ def test_the_doctor_examines_every_method(
         assert checks["head"].detail.startswith(name.replace(" head (", ", ").removesuffix(")"))
     check, words = METHOD_CHECKS[name]
     assert words in checks[check].detail
-    # A rate of one in five is no sign of a fault, and no gain either.
+    # A rate of one in five is neither a sign of a fault nor a gain.
     expect(checks["agreement"], "warning", "was it trained for this target")
 
 

@@ -1,9 +1,10 @@
-"""Files of targets as they are published: parts that are left out, and alternative layouts of experts and layers."""
+"""Files of targets as they are published: parts that are left out, and alternative layouts."""
 
 from __future__ import annotations
 
 import functools
 import json
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from eagle3_jax import conversion
 from eagle3_jax.conversion import CheckpointError, blocks
 from eagle3_jax.conversion.families import FAMILIES, described, read_config
 from eagle3_jax.conversion.fields import Fields
-from eagle3_jax.conversion.rules import COMPLETE, flatten, read_params, write_params
+from eagle3_jax.conversion.rules import COMPLETE, Rule, flatten, read_params, write_params
 from eagle3_jax.models.config import (
     DecoderConfig,
     Experts,
@@ -174,15 +175,17 @@ def test_a_language_model_is_read_under_every_prefix_that_was_written(
 
 
 def test_the_family_of_a_language_model_is_that_of_its_text(saved: Any, tmp_path: Path) -> None:
-    """The published Kimi K2.5 has ``kimi_k2``, and transformers writes ``deepseek_v3``; a conversion keeps the type."""
+    """Published files have ``kimi_k2``, transformers writes ``deepseek_v3``; both remain."""
     directory = saved("kimi_k25")
     assert conversion.read_target(directory).family == FAMILIES["deepseek_v3"]
     text = json.loads((directory / "config.json").read_text())["text_config"]
     edit_config(directory, text_config={**text, "model_type": "kimi_k2"})
+
     target = conversion.read_target(directory)
     assert target.family == FAMILIES["kimi_k2"]
     conversion.convert(directory, tmp_path / "text", "vllm")
     assert same_target(conversion.read_target(tmp_path / "text"), target)
+
     edit_config(directory, text_config={**text, "model_type": "mistral4"})
     with pytest.raises(
         CheckpointError,
@@ -227,7 +230,7 @@ def test_the_top_level_determines_whether_the_embedding_is_tied(saved: Any, name
 
 
 def test_a_language_model_in_fp8_is_decoded_by_its_scales(saved: Any, tmp_path: Path) -> None:
-    """As Ministral 3 Instruct is published: one scale per tensor, encoder of images not quantised."""
+    """As Ministral 3 Instruct is published: one scale a tensor; the encoder is not quantised."""
     import torch
     from transformers import AutoModelForImageTextToText
 
@@ -326,9 +329,10 @@ def shape_of(shapes: Any, path: str) -> tuple[int, ...]:
 
 def test_a_table_that_omits_a_piece_of_a_tensor_is_an_error() -> None:
     shapes = DecoderTarget(CONFIG).param_shapes()
-    shorten = lambda rule: (
-        rule if rule.cut == COMPLETE else rule._replace(cut=rule.cut._replace(slots=3))
-    )
+
+    def shorten(rule: Rule) -> Rule:
+        return rule if rule.cut == COMPLETE else rule._replace(cut=rule.cut._replace(slots=3))
+
     rules = list(map(shorten, blocks.decoder(CONFIG)))
     tensors = {
         rule.source: np.zeros(rule.stored_shape(shape_of(shapes, rule.path)), np.float32)
@@ -363,6 +367,7 @@ def test_a_layer_that_drafts_is_left_out_and_another_layer_is_not(
         if "layers.3." in name
     }
     drafts = {**more, "model.layers.4.eh_proj.weight": np.zeros((32, 64), np.float32)}
+
     ours = read_from(tmp_path / "without", config, tensors)
     assert same_target(ours, read_from(tmp_path / "with", config, tensors | drafts))
     with pytest.raises(CheckpointError, match="num_hidden_layers is 4; the file holds 5 layers"):
@@ -374,13 +379,14 @@ def test_a_layer_that_drafts_is_left_out_and_another_layer_is_not(
 def test_the_older_notation_of_a_published_file_is_equivalent(
     published: Any, tmp_path: Path
 ) -> None:
-    """``rope_scaling`` with ``type``, a separate ``rope_theta``, ``first_k_dense_replace``, no ``rope_interleave``."""
+    """An older file has ``rope_scaling`` with ``type``, and no ``rope_interleave``."""
     config, tensors = published("deepseek_v3")
     parameters = dict(config["rope_parameters"])
     old = {**config, "rope_theta": parameters.pop("rope_theta"), "rope_parameters": None}
     old["rope_scaling"] = {"type": parameters.pop("rope_type"), **parameters}
     old |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, "ep_size": 1}
     del old["rope_interleave"]
+
     ours = read_from(tmp_path / "new", config, tensors)
     assert same_target(ours, read_from(tmp_path / "old", old, tensors))
     assert [type(layer.mlp) for layer in ours.config.layers] == [
@@ -537,7 +543,7 @@ def test_an_unsupported_configuration_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", RECIPES | WRAPPED)
 def test_attention_in_both_directions_is_refused(name: str) -> None:
-    """transformers attends in both directions if ``is_causal`` is false or null, in every family."""
+    """In every family, transformers attends in both directions if the field is false or null."""
     values = values_of(name)
     for value in (False, None):
         changed = [values | {"is_causal": value}]
@@ -552,9 +558,14 @@ def test_attention_in_both_directions_is_refused(name: str) -> None:
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, ORIGINAL: 16}
-lengths = lambda mixer: (mixer.rope.original_max_positions, mixer.query_scaling.floor)
-truncation = lambda mixer: mixer.rope.truncate
-interleaving = lambda mixer: mixer.rope.interleaved
+
+
+def lengths(mixer: Any) -> tuple[int, int]:
+    return mixer.rope.original_max_positions, mixer.query_scaling.floor
+
+
+truncation = operator.attrgetter("rope.truncate")
+interleaving = operator.attrgetter("rope.interleaved")
 # A recipe, changes of its fields, a part of the mixer that is read, and its value. transformers
 # reads the same.
 READINGS: dict[str, tuple[str, dict[str, Any], Callable[[Any], Any], Any]] = {
@@ -614,13 +625,14 @@ def fused(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     stacked = dict(tensors)
     for layer in range(4):
         source = f"model.layers.{layer}.mlp.experts"
-        pop = lambda expert, part, source=source: stacked.pop(
-            f"{source}.{expert}.{part}_proj.weight"
-        )
-        gate_up = [np.concatenate([pop(expert, "gate"), pop(expert, "up")]) for expert in range(8)]
-        down = [pop(expert, "down") for expert in range(8)]
+
+        def pop(part: str, source: str = source) -> list[np.ndarray]:
+            names = [f"{source}.{expert}.{part}_proj.weight" for expert in range(8)]
+            return [stacked.pop(name) for name in names]
+
+        gate_up = [np.concatenate(pair) for pair in zip(pop("gate"), pop("up"), strict=True)]
         stacked[f"{source}.gate_up_proj"] = np.stack(gate_up)
-        stacked[f"{source}.down_proj"] = np.stack(down)
+        stacked[f"{source}.down_proj"] = np.stack(pop("down"))
     return stacked
 
 
@@ -635,6 +647,7 @@ def test_the_language_model_of_a_qwen_with_images_is_read(tmp_path: Path, name: 
     left_out = dict.fromkeys(
         ("model.visual.patch_embed.proj.weight", "mtp.fc.weight"), np.zeros((2, 2), np.float32)
     )
+
     values = {
         "model_type": name.removesuffix("_text"),
         "text_config": values_of(name),

@@ -79,7 +79,7 @@ def containers(value: Any) -> Iterator[Any]:
 
 @st.composite
 def damaged_json(draw: st.DrawFn, value: Any, hints: tuple[str, ...] = ()) -> bytes:
-    """Returns the text of a JSON value after a few edits: dropped, replaced, added and doubled parts, damaged bytes."""
+    """Returns the text of a JSON value with parts dropped, replaced, added or doubled."""
     value = copy.deepcopy(value)
     for _ in range(draw(st.integers(0, 3))):
         candidates = list(containers(value))
@@ -99,7 +99,9 @@ def damaged_json(draw: st.DrawFn, value: Any, hints: tuple[str, ...] = ()) -> by
             case _:
                 second = draw(keys)
                 chosen[key], chosen[second] = chosen[second], chosen[key]
+
     text = json.dumps(value, ensure_ascii=draw(st.booleans())).encode("utf-8", "surrogatepass")
+    # A name that occurs twice.
     if draw(st.integers(0, 9)) == 0 and isinstance(value, dict) and value:
         name = json.dumps(next(iter(value)))
         text = text[:1] + f"{name}: {json.dumps(draw(VALUES))}, ".encode() + text[1:]
@@ -122,7 +124,10 @@ def damaged_bytes(draw: st.DrawFn, data: bytes) -> bytes:
 def judge(
     read: Callable[[], Any], kinds: type[Exception] | tuple[type[Exception], ...] = CheckpointError
 ) -> Any:
-    """Returns the result of reading; ``None`` after a refusal in one printable line. Both take less than 2 seconds."""
+    """Returns the result of reading; ``None`` after a refusal in one printable line.
+
+    Both take less than 2 seconds.
+    """
     start = time.process_time()
     try:
         return read()
@@ -173,7 +178,8 @@ def holding(path: Path, content: bytes) -> Iterator[Path]:
 
 
 ROPES = (
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32.0, "mscale": 1.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
+     "beta_fast": 32.0, "mscale": 1.0},
     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
      "original_max_position_embeddings": 16},
     {"type": "linear", "factor": 2.0},
@@ -247,6 +253,7 @@ def test_json(folder: Path, name: str, data: st.DataObject) -> None:
                 assert all(
                     0 <= token < checkpoint.config.vocab_size for token in checkpoint.stop_tokens
                 )
+
         judge(lambda: conversion.describe(directory))
         if name == "head/config.json":
             target_of_plan = read_target("llama-3.1-8b")
@@ -269,6 +276,7 @@ def test_safetensors(folder: Path, data: st.DataObject) -> None:
         content = struct.pack("<Q", length) + changed + sound[8 + size :]
     else:
         content = data.draw(damaged_bytes(sound))
+
     with holding(path, content) as directory:
         judge(lambda: conversion.read_head(directory, TARGET))
 

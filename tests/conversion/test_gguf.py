@@ -1,4 +1,4 @@
-"""GGUF files of every architecture and type of tensor, written as by llama.cpp, are compared with their sources."""
+"""GGUF files of every architecture and type of tensor are compared with their sources."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def _changed(name: str, **fields: Any) -> Recipe:
 
 
 _LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
 }  # fmt: skip
 # Models of each family that a file can express. Gemma's second scale is that of its heads, and
 # gpt-oss has one limit.
@@ -129,7 +129,10 @@ def test_a_number_that_the_tensors_contradict_is_refused_quickly(
     saved: Any, tmp_path: Path, name: str, key: str, message: str
 ) -> None:
     value = gguf.gguf_writer.GGUFValue(10**9, gguf.GGUFValueType.UINT32)
-    edit = lambda writer: writer.kv_data[0].update({f"{writer.arch}.{key}": value})
+
+    def edit(writer: gguf.GGUFWriter) -> None:
+        writer.kv_data[0][f"{writer.arch}.{key}"] = value
+
     path = gguf_files.write(saved(name), tmp_path / "m.gguf", more=edit)
     refused(conversion.read_target, path, rf"\.{key} is 1000000000; {message}")
 
@@ -165,7 +168,7 @@ def test_a_file_is_read_as_the_checkpoint_that_it_was_made_from(
 def test_weights_of_every_type_are_the_rounded_weights(
     saved: Any, tmp_path: Path, name: str, type: Type
 ) -> None:
-    """The truth is computed from the Hugging Face weights, in the layout of each kind of architecture."""
+    """The truth is computed from the Hugging Face weights, in the layout of each architecture."""
     directory = saved(name)
     read = conversion.read_target(
         gguf_files.write(directory, tmp_path / "m.gguf", everywhere(type))
@@ -204,6 +207,7 @@ def _random_blocks(rows: np.ndarray, type: Type) -> np.ndarray:
         Type.Q5_K: (0, 2),
         Type.Q6_K: (208,),
     }
+    # The scales are in float16; random bytes could be NaN.
     for offset in offsets[type]:
         scale = random.normal(0, 0.01, blocks.shape[:2]).astype(np.float16)
         blocks[..., offset : offset + 2] = scale[..., None].view(np.uint8)
@@ -217,11 +221,8 @@ K_QUANTS = [Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K]
 def test_a_tensor_of_every_type_has_the_numbers_of_the_package_gguf(
     wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type: Type
 ) -> None:
-    quantize = gguf.quants.quantize
-    random_or_quantized = lambda rows, type: (_random_blocks if type in K_QUANTS else quantize)(
-        rows, type
-    )
-    monkeypatch.setattr(gguf.quants, "quantize", random_or_quantized)
+    if type in K_QUANTS:
+        monkeypatch.setattr(gguf.quants, "quantize", _random_blocks)
     path = gguf_files.write(wide, tmp_path / "m.gguf", everywhere(type))
     target = conversion.read_target(path)
     tensors = gguf.GGUFReader(path).tensors
@@ -229,21 +230,24 @@ def test_a_tensor_of_every_type_has_the_numbers_of_the_package_gguf(
         tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for tensor in tensors
     }
     assert sum(tensor.tensor_type == type for tensor in tensors) >= 9
+
     block = target.params["blocks"][0]
-    bits = lambda value: np.asarray(value, np.float32).view(np.uint32)
-    assert (bits(target.params["embedding"]) == bits(truth["token_embd.weight"])).all()
-    assert (
-        bits(block["attention"]["o"]["kernel"]) == bits(truth["blk.0.attn_output.weight"].T)
-    ).all()
-    assert (bits(block["mlp"]["down"]["kernel"]) == bits(truth["blk.0.ffn_down.weight"].T)).all()
-    gate_up = np.stack(
-        [truth[f"blk.0.ffn_{name}.weight"].T for name in ("gate", "up")], -1
-    ).reshape(256, -1)
-    assert (bits(block["mlp"]["gate_up"]["kernel"]) == bits(gate_up)).all()
+    assert_same_bits(target.params["embedding"], truth["token_embd.weight"])
+    assert_same_bits(block["attention"]["o"]["kernel"], truth["blk.0.attn_output.weight"].T)
+    assert_same_bits(block["mlp"]["down"]["kernel"], truth["blk.0.ffn_down.weight"].T)
+
+    # Our arrays have gate and up in turn, and queries, keys and values by key head.
+    gate_up = [truth[f"blk.0.ffn_{name}.weight"].T for name in ("gate", "up")]
+    assert_same_bits(block["mlp"]["gate_up"]["kernel"], np.stack(gate_up, -1).reshape(256, -1))
     pairs = truth["blk.0.attn_k.weight"].reshape(2, 32, 2, 256)
-    key = pairs.swapaxes(1, 2).reshape(2, 64, 256)  # by key head
+    key = pairs.swapaxes(1, 2).reshape(2, 64, 256)
     qkv = np.asarray(block["attention"]["qkv"]["kernel"]).reshape(256, 2, 4, 64)
-    assert (bits(qkv[:, :, 2]) == bits(key.transpose(2, 0, 1))).all()
+    assert_same_bits(qkv[:, :, 2], key.transpose(2, 0, 1))
+
+
+def assert_same_bits(array: Any, truth: np.ndarray) -> None:
+    first, second = (np.asarray(value, np.float32).view(np.uint32) for value in (array, truth))
+    np.testing.assert_array_equal(first, second)
 
 
 # Models that transformers can read from GGUF. Other fields have the defaults of transformers.
@@ -256,15 +260,16 @@ READ_BY_TRANSFORMERS = {
     "gemma2": Recipe(
         "gemma2",
         {
-            "head_dim": 256, "sliding_window": 5, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
-            "query_pre_attn_scalar": 256,
+            "head_dim": 256, "sliding_window": 5, "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 256,
         },
         1,
     ),
     "gemma3": Recipe(
         "gemma3_text",
         {
-            "head_dim": 256, "sliding_window": 5, "num_hidden_layers": 6, "query_pre_attn_scalar": 256,
+            "head_dim": 256, "sliding_window": 5, "num_hidden_layers": 6,
+            "query_pre_attn_scalar": 256,
             "rope_parameters": {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
                 "full_attention": {"rope_type": "default", "rope_theta": 1e6},
@@ -285,15 +290,19 @@ def test_logits_are_those_of_transformers_from_the_same_file(
     import transformers
 
     build(READ_BY_TRANSFORMERS[name]).save_pretrained(tmp_path / "model")
-
     tokens = [str(index) for index in range(VOCAB)]
-    add = lambda writer: (writer.add_token_list(tokens), writer.add_pad_token_id(0))
-    path = gguf_files.write(tmp_path / "model", tmp_path / "m.gguf", everywhere(type), add)
+
+    def add_tokens(writer: gguf.GGUFWriter) -> None:
+        writer.add_token_list(tokens)
+        writer.add_pad_token_id(0)
+
+    path = gguf_files.write(tmp_path / "model", tmp_path / "m.gguf", everywhere(type), add_tokens)
     options = {"gguf_file": path.name, "dtype": torch.float32, "attn_implementation": "eager"}
     model = eager(transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **options))
     prompt = [[7, 3, 90, 14, 33, 8, 61, 25, 40, 11, 5, 50]]
     with torch.no_grad():
         truth = model(torch.tensor(prompt), use_cache=False).logits.numpy()
+
     target = e3.load_target(path)
     logits, _ = tiny.forward(target.model, target.params, np.array(prompt, np.int32))
     assert_close(logits, truth)

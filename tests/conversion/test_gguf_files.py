@@ -1,4 +1,4 @@
-"""GGUF files are located, read and converted; unsupported and damaged files are refused in one line."""
+"""GGUF files are located, read and converted; others are refused in one line."""
 
 from __future__ import annotations
 
@@ -241,7 +241,10 @@ def test_an_unsupported_type_is_refused(write: Any) -> None:
     # Not applied, because rows of 32 numbers are shorter than a block of this type.
     conversion.read_target(write(type=Type.TQ1_0))
     blocks = np.zeros((2, 54), np.uint8)
-    edit = lambda writer: writer.add_tensor("blk.0.attn_gate.weight", blocks, raw_dtype=Type.TQ1_0)
+
+    def edit(writer: gguf.GGUFWriter) -> None:
+        writer.add_tensor("blk.0.attn_gate.weight", blocks, raw_dtype=Type.TQ1_0)
+
     message = (
         r"'blk\.0\.attn_gate\.weight' is of type TQ1_0, which is not read; those that are: F32,"
         r" F16, BF16, Q4_0, "
@@ -251,13 +254,14 @@ def test_an_unsupported_type_is_refused(write: Any) -> None:
 
 def test_a_missing_tensor_is_refused(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     translated = gguf_files.translated
-    for name, message in (
+    for missing, message in (
         ("blk.1.ffn_up.weight", r"misses model\.layers\.1\.mlp\.up_proj\.weight"),
         ("token_embd.weight", r"misses token_embd\.weight; fetch the file again"),
     ):
-        without = lambda config, tensors, name=name: (
-            pair for pair in translated(config, tensors) if pair[0] != name
-        )
+
+        def without(config: Any, tensors: Any, missing: str = missing) -> Any:
+            return (pair for pair in translated(config, tensors) if pair[0] != missing)
+
         monkeypatch.setattr(gguf_files, "translated", without)
         refused(conversion.read_target, write(), message)
 
@@ -282,6 +286,7 @@ def test_a_truncated_file_and_another_format_are_refused(write: Any, tmp_path: P
             else r"is truncated or damaged \(it ends "
         )
         refused(conversion.read_target, path, message)
+
     for start, message in (
         (
             b"version https://git-lfs.github.com/spec/v1",
@@ -304,6 +309,7 @@ def test_a_header_with_any_byte_changed_is_read_or_refused(
     random = np.random.default_rng(0)
     path = tmp_path / "changed.gguf"
     refusals = 0
+
     for offset in random.integers(0, content.index(b"blk.1."), 150):
         damaged = bytearray(content)
         damaged[offset] = random.choice([0, 1, 7, 127, 255])
@@ -319,11 +325,12 @@ def test_a_header_with_any_byte_changed_is_read_or_refused(
 
 
 def test_names_of_tensors_are_those_of_llama_cpp() -> None:
-    """Compares the table of names with that of the package ``gguf``, for names that the package has."""
+    """Compares the table of names with that of the package ``gguf``, where the package has one."""
     for architecture in ARCHITECTURES.values():
         arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
         names = gguf.get_tensor_name_map(arch, 1)
         stems = [gguf.TENSOR_NAMES[tensor].format(bid=0) for tensor in gguf.MODEL_TENSORS[arch]]
+
         num_checked = 0
         for stem in stems:
             ours = layer_name(architecture, f"{stem}.weight")

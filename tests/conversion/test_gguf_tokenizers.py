@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files are compared with their sources and with another implementation of llama.cpp's algorithm."""
+"""Tokenizers of GGUF files are compared with their sources, and with llama.cpp's algorithm."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -52,43 +52,52 @@ def _split(pattern: str) -> Any:
     return pre_tokenizers.Split(Regex(pattern), "isolated")
 
 
-def _published() -> dict[str, tuple[Any, list[Any], bool]]:
-    """Returns the published tokenizers: normalizer, steps before the bytes, and whether GPT-2's pattern splits too.
+class _Published(NamedTuple):
+    """The parts of a published tokenizer."""
 
-    The patterns are those of transformers.
-    """
+    normalizer: Any
+    steps: list[Any]  # before the bytes
+    by_words: bool  # whether GPT-2's pattern splits too
+
+
+def _published() -> dict[str, _Published]:
+    """Returns the published tokenizers; the patterns are those of transformers."""
     from transformers.integrations.gguf.gguf_tokenizer_mapping import (
         GGUF_PRE_TOKENIZER_SPLITS as splits,
     )
 
     digits = [pre_tokenizers.Digits(individual_digits=True)]
-    words = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+"""
-    deepseek = (r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", words + r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+    words = (
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+        r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+    )
+    deepseek = (r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", words)
     same = ("llama-bpe", "dbrx", "tekken", "gpt-4o")
     return {
-        "gpt-2": (None, [], True),
-        "smollm": (None, digits, True),
-        "refact": (None, digits, True),
-        "command-r": (normalizers.NFC(), digits, True),
-        "qwen2": (normalizers.NFC(), [_split(splits["qwen2"])], False),
-        "deepseek-v3": (None, [_split(pattern) for pattern in deepseek], False),
-        **{name: (None, [_split(splits[name])], False) for name in same},
+        "gpt-2": _Published(None, [], True),
+        "smollm": _Published(None, digits, True),
+        "refact": _Published(None, digits, True),
+        "command-r": _Published(normalizers.NFC(), digits, True),
+        "qwen2": _Published(normalizers.NFC(), [_split(splits["qwen2"])], False),
+        "deepseek-v3": _Published(None, [_split(pattern) for pattern in deepseek], False),
+        **{name: _Published(None, [_split(splits[name])], False) for name in same},
     }
 
 
-def _splitter(steps: list[Any], by_words: bool) -> Any:
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_words)
-    return pre_tokenizers.Sequence([*steps, byte_level])
+def _splitter(published: _Published) -> Any:
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=published.by_words)
+    return pre_tokenizers.Sequence([*published.steps, byte_level])
 
 
 @functools.cache
 def _trained(name: str) -> Tokenizer:
-    normalizer, steps, by_words = _published()[name]
+    published = _published()[name]
     tokenizer = Tokenizer(models.BPE())
-    if normalizer is not None:
-        tokenizer.normalizer = normalizer
-    tokenizer.pre_tokenizer = _splitter(steps, by_words)
+    if published.normalizer is not None:
+        tokenizer.normalizer = published.normalizer
+    tokenizer.pre_tokenizer = _splitter(published)
     tokenizer.decoder = decoders.ByteLevel()
+
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=900, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
@@ -100,12 +109,16 @@ def _trained(name: str) -> Tokenizer:
 
 
 def _fields(tokenizer: Tokenizer, pre: str, padded: int = 0) -> dict[str, Any]:
-    """Returns a byte-level tokenizer as llama.cpp's converter writes it, for an embedding of ``padded`` rows."""
+    """Returns a byte-level tokenizer as llama.cpp's converter writes it.
+
+    ``padded`` is the number of rows of the embedding.
+    """
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     tokens = sorted(vocab, key=vocab.__getitem__)
     kinds = [
         Control if token in SPECIAL else User if token == "<think>" else Normal for token in tokens
     ]
+
     spare = [f"[PAD{index}]" for index in range(len(tokens), padded)]
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
     return {
@@ -118,7 +131,7 @@ def _fields(tokenizer: Tokenizer, pre: str, padded: int = 0) -> dict[str, Any]:
 
 
 def _write(directory: Path, path: Path, change: Any = lambda writer: None, **fields: Any) -> Path:
-    """Writes a GGUF file with these fields, by the names of GGUFWriter's methods; ``change`` edits them."""
+    """Writes a GGUF file with these fields, by the names of GGUFWriter's methods."""
 
     def add(writer: gguf.GGUFWriter) -> None:
         for name, value in fields.items():
@@ -176,10 +189,10 @@ def test_a_byte_level_tokenizer_is_the_one_that_the_file_was_made_from(
 def test_different_rules_split_these_texts_differently() -> None:
     """Otherwise the test above could not distinguish the rules. Three names are synonyms."""
     splits = {}
-    for name, (_, steps, by_words) in _published().items():
+    for name, published in _published().items():
         if name in ("refact", "command-r", "dbrx"):
             continue
-        pieces = map(_splitter(steps, by_words).pre_tokenize_str, TEXTS)
+        pieces = map(_splitter(published).pre_tokenize_str, TEXTS)
         splits[name] = str([[word for word, _ in words] for words in pieces])
     assert len(set(splits.values())) == len(splits)
 
@@ -199,28 +212,38 @@ def test_the_flag_of_the_file_or_its_rule_adds_the_first_token(
     assert ours.encode("a b", add_special_tokens=False).ids == ids
 
 
-def _pieces(texts: list[str]) -> tuple[list[str], list[float], list[Any]]:
-    """Returns a SentencePiece vocabulary: special tokens, bytes, substrings with random scores, most letters."""
+class _Pieces(NamedTuple):
+    """A SentencePiece vocabulary."""
+
+    tokens: list[str]
+    scores: list[float]
+    kinds: list[Any]
+
+
+def _pieces(texts: list[str]) -> _Pieces:
+    """Returns a SentencePiece vocabulary: special tokens, bytes, substrings, most letters."""
     draw = random.Random(0)
     joined = "▁".join(text for text in texts if "<" not in text)
     joined = joined.replace(" ", "▁").replace("\n", "")
     letters = sorted(set(joined) - {"🚀", "한"})
+
     substrings = set()
     for size in (2, 3, 4, 5):
         starts = draw.sample(range(len(joined) - 5), 150)
         substrings |= {joined[start : start + size] for start in starts}
     words = sorted(word for word in substrings if set(word) <= set(letters))
     draw.shuffle(words)
+
     bytes_of = [f"<0x{byte:02X}>" for byte in range(256)]
     pieces = [*words, *letters]
     tokens = ["<unk>", *SPECIAL, *bytes_of, *pieces, "<think>"]
     kinds = [Unknown, Control, Control, *[Byte] * 256, *[Normal] * len(pieces), User]
     scores = [0.0] * 259 + [-float(rank) for rank in range(len(pieces))] + [-1000.0]
-    return tokens, scores, kinds
+    return _Pieces(tokens, scores, kinds)
 
 
 def _sentencepiece(text: str, ids: dict[str, int], scores: list[float]) -> list[int]:
-    """Encodes a text as llama.cpp does: merges the neighbours whose token has the highest score, again and again."""
+    """Encodes a text as llama.cpp does: the neighbours with the highest score merge, repeatedly."""
     symbols = list(text)
     while True:
         candidates = []
@@ -231,6 +254,7 @@ def _sentencepiece(text: str, ids: dict[str, int], scores: list[float]) -> list[
             break
         _, index = min(candidates)
         symbols[index : index + 2] = [symbols[index] + symbols[index + 1]]
+
     encoded = []
     for symbol in symbols:
         encoded += (
@@ -247,6 +271,7 @@ def test_a_sentencepiece_tokenizer_merges_by_score(written: Any, prefix: bool) -
     model = {"tokenizer_model": "llama", "tokenizer_pre": "default", "unk_token_id": 0}
     vocab = {"token_list": tokens, "token_scores": scores, "token_types": kinds}
     ours: Any = tokenizer_of(written(**model, **vocab, add_space_prefix=prefix))
+
     for text in TEXTS:
         if "<" in text:
             continue
@@ -254,6 +279,7 @@ def test_a_sentencepiece_tokenizer_merges_by_score(written: Any, prefix: bool) -
         prefixed = ("▁" if prefix else "") + text.replace(" ", "▁")
         assert encoded.ids == [0, *_sentencepiece(prefixed, ids, scores)]
         assert ours.decode(encoded.ids) == text
+
     inner = _sentencepiece("▁and▁" if prefix else "▁and▁".removeprefix("▁"), ids, scores)
     encoded = ours.encode("<s>and <think>", add_special_tokens=False)
     assert encoded.ids == [1, *inner, ids["<think>"]]

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads in every dialect: they draft as a torch twin, are read and written, and contradictions are refused."""
+"""EAGLE-3 heads in every dialect draft as a torch twin, and are read and written."""
 
 from __future__ import annotations
 
@@ -126,12 +126,13 @@ def test_a_head_drafts_as_its_independent_torch_twin(tmp_path: Path, name: str) 
 def logits_and_draft(
     drafter: Eagle3Drafter, params: Any, features: jax.Array, tokens: jax.Array
 ) -> Any:
-    """Returns logits at every pair of a feature and the token after it, and the draft after the last pair."""
+    """Returns logits at every feature with its next token, and the draft after the last one."""
     length = features.shape[1]
     network = bind(Eagle3Head, drafter.config, FLOAT32, params["head"])
     positions = jnp.arange(length)[None]
     past = attention_contexts(drafter.config.layers, causal_mask(length), positions)
     output, _ = network(params["embedding"][tokens[:, 1:]], network.fuse(features), positions, past)
+
     lengths = jnp.full((1,), length)
     seen = Observation(
         tokens=tokens[:, :-1], features=features, length=lengths, next_token=tokens[:, -1]
@@ -196,6 +197,7 @@ def test_sglang_names_of_further_layers_are_understood(tmp_path: Path) -> None:
             "0.input_layernorm", "0.hidden_norm"
         )
         tensors[renamed if name in ("lm_head.weight", "d2t", "t2d") else f"model.{renamed}"] = value
+
     first = conversion.read_head(head.write(tmp_path / "first"), TARGET)
     second = conversion.read_head(
         write_checkpoint(tmp_path / "second", head.config(), tensors), TARGET

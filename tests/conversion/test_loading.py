@@ -1,4 +1,4 @@
-"""Loading parameters from a file: bits are preserved in every type, and memory is neither doubled nor the file's.
+"""Loading parameters from a file preserves the bits of every type and holds no second copy.
 
 An accelerator gets arrays in the order of the file and reorders their axes itself. The tests run
 that path on a CPU.
@@ -59,12 +59,16 @@ def expected(tensors: dict[str, np.ndarray], precision: str) -> dict[str, np.nda
         "bfloat16": (ml_dtypes.bfloat16, ml_dtypes.bfloat16),
         "mixed": (ml_dtypes.bfloat16, np.float32),
     }[precision]
-    rows = lambda name: list(tensors[f"{name}.weight"])
+
+    def rows(name: str) -> list[np.ndarray]:
+        return list(tensors[f"{name}.weight"])
+
     vectors = {"norm.scale": "model.norm"}
     columns = {"head.kernel": rows("lm_head"), "embedding": tensors["model.embed_tokens.weight"].T}
     for index in range(LAYERS):
         layer = f"model.layers.{index}"
         block = f"blocks.{index}"
+
         q, k, v = (rows(f"{layer}.self_attn.{name}_proj") for name in "qkv")
         group = QUERIES // KEYS * SIZE
         qkv = []
@@ -73,6 +77,7 @@ def expected(tensors: dict[str, np.ndarray], precision: str) -> dict[str, np.nda
             qkv += q[head * group : (head + 1) * group]
             qkv += k[keys]
             qkv += v[keys]
+
         gates, ups = (rows(f"{layer}.mlp.{name}_proj") for name in ("gate", "up"))
         vectors[f"{block}.attention_norm.scale"] = f"{layer}.input_layernorm"
         vectors[f"{block}.mlp_norm.scale"] = f"{layer}.post_attention_layernorm"
@@ -81,6 +86,7 @@ def expected(tensors: dict[str, np.ndarray], precision: str) -> dict[str, np.nda
         columns[f"{block}.mlp.gate_up.kernel"] = [
             row for pair in zip(gates, ups, strict=True) for row in pair
         ]
+
         columns[f"{block}.mlp.down.kernel"] = rows(f"{layer}.mlp.down_proj")
     arrays = {
         path: np.stack(list(matrix), axis=-1).astype(matrix_type)
@@ -140,7 +146,7 @@ def test_arrays_with_axes_in_any_order_are_placed_exactly(
 
 
 def test_loading_compiles_a_program_for_every_shape(tmp_path: Path, platform: str) -> None:
-    """Shapes are those of qkv, o, gate_up, down and the head. Embedding and norms need no program, nor do CPUs."""
+    """Shapes are those of qkv, o, gate_up, down and the head; embedding and norms need none."""
     config = dataclasses.replace(CONFIG, width=44, vocab_size=76, layers=CONFIG.layers * 3)
     write(tmp_path, ml_dtypes.bfloat16, config)
     num_programs = []
@@ -152,11 +158,12 @@ def test_loading_compiles_a_program_for_every_shape(tmp_path: Path, platform: st
 
 
 def test_the_host_holds_no_second_copy_of_an_array(tmp_path: Path, platform: str) -> None:
-    """tracemalloc counts the allocations of numpy: the largest array, which is joined from two, and no more."""
+    """tracemalloc counts numpy's allocations: the largest array, which is joined from two."""
     del platform
     layers = uniform(
         3, GroupedQuery(num_heads=2, num_kv_heads=1, head_dim=64), GatedMLP(width=4096)
     )
+
     write(tmp_path, ml_dtypes.bfloat16, dataclasses.replace(CONFIG, width=256, layers=layers))
     e3.load_target(tmp_path, dtype="bfloat16")  # the first call also allocates other memory
     tracemalloc.start()
@@ -170,14 +177,16 @@ def test_the_host_holds_no_second_copy_of_an_array(tmp_path: Path, platform: str
 
 
 def test_parameters_are_not_the_files_own_memory(tmp_path: Path) -> None:
-    """On a CPU, JAX does not copy memory that is aligned to 64 bytes. So a write to the file could change the model."""
+    """On a CPU, JAX shares memory that is aligned to 64 bytes; a write could change the model."""
     tensors = write(tmp_path, np.float32, dataclasses.replace(CONFIG, width=64, vocab_size=128))
     path = tmp_path / "model.safetensors"
     size = sum(value.nbytes for value in tensors.values())
     header = path.read_bytes()[8:-size]
+    # The length of the header aligns the first tensor.
     header += b" " * (-(8 + len(header)) % 64)
     path.write_bytes(len(header).to_bytes(8, "little") + header + path.read_bytes()[-size:])
     meshes = (None, make_mesh(devices=jax.devices()[:1]))
+
     loaded = [e3.load_target(tmp_path, mesh=mesh).params for mesh in meshes]
     with path.open("r+b") as file:
         file.seek(8 + len(header))

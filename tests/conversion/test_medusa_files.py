@@ -1,4 +1,4 @@
-"""Medusa heads are read from and written to the files of their authors and of vLLM; contradictions are refused."""
+"""Medusa heads are read from and written to the files of their authors and of vLLM."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ def vllm(path: Path, *, tensors: dict[str, Any] | None = None, **config: Any) ->
         stored[
             f"blocks.{head}.layers.{layer}.{names[1]}" if is_block else f"lm_heads.{head}.weight"
         ] = value
+
     stored |= tensors or {}
     fields = VLLM | config
     stored = {name: value for name, value in stored.items() if value is not None}
@@ -63,6 +64,7 @@ def test_the_authors_files_are_read_and_draft_as_torch_does(tmp_path: Path, suff
     heads = medusa_torch.random_heads(16, 13)
     path = medusa_torch.write_official(tmp_path / "heads", heads, suffix=suffix)
     assert conversion.identify(path) == "medusa"
+
     target = tiny.target(13)
     loaded = load_drafter(path, target=target)
     config = loaded.drafter.config
@@ -72,6 +74,7 @@ def test_the_authors_files_are_read_and_draft_as_torch_does(tmp_path: Path, suff
         True,
         (3,),
     )
+
     state = np.random.default_rng(0).normal(size=(4, 16)).astype(np.float32)
     ours = np.asarray(loaded.drafter.bind(loaded.params)(jnp.array(state), 3))
     truth = medusa_torch.logits_of(heads, state)
@@ -132,11 +135,13 @@ def test_written_files_have_the_names_and_fields_that_other_programs_read(tmp_pa
     conversion.convert(path, tmp_path / "official", "medusa", TARGET)
     conversion.convert(path, tmp_path / "vllm", "vllm", TARGET)
     values = json.loads((tmp_path / "official/config.json").read_text())
+
     base = {"base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
     assert values == {"medusa_num_heads": 3, "medusa_num_layers": 1, **base}
     assert not (tmp_path / "official/model.safetensors").exists()
     names = load_file(tmp_path / "official/medusa_lm_head.safetensors").keys()
     assert names == load_file(path / "medusa_lm_head.safetensors").keys()
+
     # vLLM reads every name with "num" and "heads" as the number of heads, and in the same way that
     # of layers.
     values = json.loads((tmp_path / "vllm/config.json").read_text())
@@ -187,7 +192,7 @@ REFUSED = {
     ),
     "a map of other tokens": (
         lambda p: vllm(p, truncated_vocab_size=2, tensors={"token_map": np.array([4, 13])}),
-        "no list of different target ids",
+        "not a list of different target ids",
     ),
     "a model of its own": (
         lambda p: vllm(p, tensors={"model.embed_tokens.weight": ZEROS}),

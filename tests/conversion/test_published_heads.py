@@ -1,4 +1,4 @@
-"""Published EAGLE-3 heads for each family of targets: their configurations, and the meaning of their layer numbers."""
+"""Published EAGLE-3 heads of each family: their configurations, and their layer numbers."""
 
 from __future__ import annotations
 
@@ -87,10 +87,12 @@ def test_a_published_configuration_is_an_eagle3_head_of_its_target(name: str) ->
         "norm_output": False,
         "norm_before_fc": False,
     } | values
+
     config = eagle3.planned(Fields(values, "config.json"), KNOWN_MODELS[target])
     assert type(config) is Eagle3Config
     assert config.width == config.target_width == KNOWN_MODELS[target].width
     assert config.vocab_size == KNOWN_MODELS[target].vocab_size
+
     mixer = grouped(config.layers[0])
     assert not mixer.qk_norm
     read = {
@@ -113,6 +115,7 @@ def test_the_user_chooses_the_meaning_of_ambiguous_layer_numbers(name: str) -> N
     named = eagle3.named_aux_layers(Fields(LLAMA | fields, "config.json"))
     depth = KNOWN_MODELS[target].num_layers
     context = {"dialect": "sglang", "num_target_layers": depth, "where": "config.json"}
+
     for convention, layers in zip((None, "entering", "leaving"), MEANINGS[name], strict=True):
         if layers is None:
             message = (
@@ -146,6 +149,7 @@ def test_a_head_with_ambiguous_numbers_is_read_as_the_user_chooses(
     target = e3.load_target(write_llama(tmp_path / "target"))
     with pytest.raises(ValueError, match="say which"):
         e3.load_drafter(open_head, target=target)
+
     for convention, layers in (("leaving", (2, 4, 5)), ("entering", (1, 3, 4))):
         assert (
             conversion.read_head(open_head, TARGET, layer_ids=convention).config.aux_layers
@@ -153,6 +157,7 @@ def test_a_head_with_ambiguous_numbers_is_read_as_the_user_chooses(
         )
         loaded = e3.load_drafter(open_head, target=target, layer_ids=convention)
         assert loaded.drafter.aux_layers == layers
+
     conversion.convert(open_head, tmp_path / "native", "jax", target=TARGET, layer_ids="leaving")
     assert conversion.read_head(tmp_path / "native", TARGET).config.aux_layers == (2, 4, 5)
     with pytest.raises(CheckpointError, match="counts layers entered; leave --layer-ids out"):
@@ -165,6 +170,7 @@ def test_numbers_without_evidence_are_read_as_entered_with_a_note(tmp_path: Path
     assert checkpoint.config.aux_layers == (1, 5, 6)
     assert re.search("read as those entered, .*--layer-ids", checkpoint.note)
     assert conversion.read_head(Head().write(tmp_path / "usual"), TARGET).note == ""
+
     errors = {
         "leaving": "names no auxiliary layers",
         "sideways": "expected 'entering' or 'leaving'",
@@ -172,6 +178,7 @@ def test_numbers_without_evidence_are_read_as_entered_with_a_note(tmp_path: Path
     for convention, message in errors.items():
         with pytest.raises(CheckpointError, match=message):
             conversion.read_head(tmp_path / "usual", TARGET, layer_ids=convention)
+
     edit_config(head, eagle_aux_hidden_state_layer_ids=[1, 5, 8])
     with pytest.raises(CheckpointError, match="does not have to leave"):
         conversion.read_head(head, TARGET, layer_ids="leaving")
@@ -188,6 +195,7 @@ def test_the_command_line_requires_and_accepts_the_choice(
     assert "is about heads from files" in refused(
         "generate", "--target", target, "--drafter", "ngram", *prompt, "--layer-ids", "leaving"
     )
+
     out = tmp_path / "out"
     assert (
         cli(

@@ -1,4 +1,4 @@
-"""A directory or file is complete or absent: after a full disk, after kill -9, and next to another writer."""
+"""A directory or file is complete or absent: after a full disk, kill -9, or another writer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TARGET = Path(__file__).parent.parent / "golden" / "official" / "target"
 
 @contextlib.contextmanager
 def files_of_at_most(num_bytes: int) -> Iterator[None]:
-    """Simulates a full disk: longer files fail to be written, with the error of a full device or of this limit."""
+    """Simulates a full disk: longer files fail with the error of a full device or of this limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -118,6 +118,7 @@ def test_a_killed_conversion_leaves_nothing_that_disturbs_the_next_one(tmp_path:
     process.wait()
     (partial,) = names(tmp_path)
     assert partial.startswith(".out.")
+
     conversion.convert(TARGET, out, "jax")
     assert names(tmp_path) == ["out"]
     conversion.read_target(out)
@@ -144,10 +145,12 @@ def test_a_file_is_replaced_through_links_and_a_pipe_stays_a_pipe(tmp_path: Path
         partial.write_text("half")
         raise KeyboardInterrupt
     assert file.read_text() == "before"
+
     with whole_file(tmp_path / "link") as partial:
         partial.write_text("after")
     assert file.read_text() == "after"
     assert (tmp_path / "link").is_symlink()
+
     os.mkfifo(tmp_path / "pipe")
     with whole_file(tmp_path / "pipe") as partial:
         assert partial == tmp_path / "pipe"
