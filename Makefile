@@ -20,13 +20,9 @@ demo: $(VENV)/.installed-gguf
 
 # In minutes: the exact output distribution and acceptance, draws, trees, caches, the loop, traces of the official code,
 # every kind of drafter, the lowered programs, latent attention and recurrent layers, and a round trip of every kind of
-# head; one case of each slow test. Every test but the nightly ones: make test TESTS= MARKS=
-CORE = architecture assets boundary budget cache dflash draft_model draw_distribution exact_distribution feedback_heads \
-	fingerprints golden greedy keys loop medusa ngram p_eagle recorded_drafters refusals sampling \
-	sampling_distribution scripted_trees suffix thresholds tree typical verify
-TESTS ?= $(CORE:%=tests/core/test_%.py) tests/models/test_latent.py tests/models/test_delta.py \
-	tests/conversion/test_heads.py tests/conversion/test_medusa_files.py tests/conversion/test_dflash_files.py
-MARKS ?= not slow
+# head; one case of each slow test. Every test but the nightly ones: make test MARKS=
+TESTS ?=
+MARKS ?= core and not slow
 EXTRA ?= test
 
 test: $(VENV)/.installed-$(EXTRA)

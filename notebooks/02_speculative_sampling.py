@@ -505,7 +505,7 @@ assert total_variation(Rule()) == 0, "exactly, in rational numbers"
 # %% [markdown]
 # The distance is exactly zero. The test suite runs the same enumeration against the code of
 # `e3.verify`, for chains and trees
-# ([test_exact_distribution.py](../tests/core/test_exact_distribution.py)).
+# ([test_exact_distribution.py](../tests/test_exact_distribution.py)).
 #
 # ## Common mistakes
 #

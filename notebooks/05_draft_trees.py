@@ -53,11 +53,11 @@ from pictures.moving import Moving
 import eagle3_jax as e3
 from eagle3_jax.bench.step_costs import target_seconds
 from eagle3_jax.drafters.eagle3 import Eagle3Head
-from eagle3_jax.files import prompts
 from eagle3_jax.measure import trace
 from eagle3_jax.models.context import BlockContext
 from eagle3_jax.models.functional import bind
 from eagle3_jax.models.layers import embed
+from eagle3_jax.prompts import benchmark
 from eagle3_jax.theory.accelerators import accelerator_named
 from eagle3_jax.theory.bounds import round_bound
 from eagle3_jax.theory.known_models import KNOWN_MODELS
@@ -68,7 +68,7 @@ target = e3.load_target()
 head = e3.load_drafter(target=target)
 tokenizer = target.tokenizer
 config = head.drafter.config
-texts = prompts.shipped()
+texts = benchmark.shipped()
 prompt = tokenizer.encode(texts[34]).ids[-64:]
 print(tokenizer.decode(prompt))
 print(

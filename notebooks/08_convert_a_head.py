@@ -51,11 +51,11 @@ import eagle3_jax as e3
 from eagle3_jax import conversion
 from eagle3_jax.conversion import CheckpointError, rules
 from eagle3_jax.drafters.eagle3 import Eagle3Head
-from eagle3_jax.files import prompts
 from eagle3_jax.files.sources import bundled
 from eagle3_jax.models.context import BlockContext
 from eagle3_jax.models.functional import bind
 from eagle3_jax.models.layers import embed
+from eagle3_jax.prompts import benchmark
 from eagle3_jax.tree import causal_mask
 
 HERE = Path(tempfile.mkdtemp(prefix="eagle3-heads-"))
@@ -103,7 +103,7 @@ assert "target" in about.note, "the feature layers depend on the target"
 conversion.convert(official, HERE / "native", "jax", target=description)
 converted = e3.load_drafter(HERE / "native", target=target)
 reference = e3.load_drafter(target=target)
-texts = [target.tokenizer.encode(text).ids[-64:] for text in prompts.shipped()[::6]][:8]
+texts = [target.tokenizer.encode(text).ids[-64:] for text in benchmark.shipped()[::6]][:8]
 LIMIT = 40
 CHAIN = 5
 

@@ -47,7 +47,7 @@ from pictures.ribbons import acceptance_ribbons
 
 import eagle3_jax as e3
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
-from eagle3_jax.files import prompts
+from eagle3_jax.prompts import benchmark
 from eagle3_jax.training import corpus, vocab
 from eagle3_jax.training.batches import batch_of, text_batches
 from eagle3_jax.training.loop import OptimizerConfig, Trainer
@@ -174,7 +174,7 @@ def objective(depth):
     return lambda params, batch: ttt_loss(drafter, model, params, frozen, batch, config)
 
 
-texts = [target.tokenizer.encode(text).ids[-64:] for text in prompts.shipped()[::5]][:12]
+texts = [target.tokenizer.encode(text).ids[-64:] for text in benchmark.shipped()[::5]][:12]
 plain = e3.SpeculativeDecoder(target, stop_tokens=()).generate(texts, max_new_tokens=40).tokens
 
 

@@ -72,17 +72,17 @@ def _run(check: Check, setting: Setting, junit: Path, *files: str, only: str = "
 
 @pytest.mark.level("L0")
 def test_every_case_has_exactly_the_autoregressive_distribution(run_tests: RunTests) -> None:
-    run_tests("tests/core/test_exact_distribution.py")
+    run_tests("tests/test_exact_distribution.py")
 
 
 @pytest.mark.level("L1")
 def test_acceptance_and_correction_have_the_frequencies_of_the_rule(run_tests: RunTests) -> None:
-    run_tests("tests/core/test_verify.py", only="not evaluation")
+    run_tests("tests/test_verify.py", only="not evaluation")
 
 
 @pytest.mark.level("L1")
 def test_verdicts_on_random_trees_are_those_of_the_official_evaluation(run_tests: RunTests) -> None:
-    run_tests("tests/core/test_verify.py", only="evaluation")
+    run_tests("tests/test_verify.py", only="evaluation")
 
 
 @pytest.mark.level("L1")
@@ -90,7 +90,7 @@ def test_verdicts_on_random_trees_are_those_of_the_official_evaluation(run_tests
 def test_at_128256_tokens_every_threshold_is_that_of_the_formula_for(
     check: Check, run_tests: RunTests, rule: str
 ) -> None:
-    run_tests("tests/core/test_thresholds.py")
+    run_tests("tests/test_thresholds.py")
     check.sees = "1e-06 of what is emitted, at 128,256 tokens"
 
 
@@ -98,7 +98,7 @@ def test_at_128256_tokens_every_threshold_is_that_of_the_formula_for(
 def test_a_sampled_draft_is_sampled_from_the_very_distribution_that_it_declares(
     run_tests: RunTests,
 ) -> None:
-    run_tests("tests/core/test_draw_distribution.py")
+    run_tests("tests/test_draw_distribution.py")
 
 
 @pytest.mark.level("L2")
@@ -106,7 +106,7 @@ def test_a_sampled_draft_is_sampled_from_the_very_distribution_that_it_declares(
 def test_sequences_follow_the_exact_distribution_with(
     check: Check, run_tests: RunTests, draft: str
 ) -> None:
-    run_tests("tests/core/test_sampling_distribution.py")
+    run_tests("tests/test_sampling_distribution.py")
     check.sees = "a tenth or more of the probabilities of whole sequences"
 
 
@@ -122,15 +122,15 @@ def test_millions_of_tokens_follow_their_distribution_with(
 
 @pytest.mark.level("L8")
 def test_recorded_rounds_of_vllm(run_tests: RunTests) -> None:
-    run_tests("tests/core/test_golden.py", only="vllm")
+    run_tests("tests/test_golden.py", only="vllm")
 
 
 @pytest.mark.level("L8")
 def test_recorded_trees_of_the_official_code(run_tests: RunTests) -> None:
-    run_tests("tests/core/test_golden.py", only="official")
+    run_tests("tests/test_golden.py", only="official")
 
 
 @pytest.mark.level("L8")
 @pytest.mark.parametrize("method", ["every method"])
 def test_recorded_rounds_of_other_methods(run_tests: RunTests, method: str) -> None:
-    run_tests("tests/core/test_recorded_drafters.py")
+    run_tests("tests/drafters/test_recorded_drafters.py")

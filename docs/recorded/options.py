@@ -18,8 +18,8 @@ import numpy as np
 from page_tables import Row, cores, spread, table, version
 
 import eagle3_jax as e3
-from eagle3_jax.files import prompts
 from eagle3_jax.measure.environment import environment
+from eagle3_jax.prompts import benchmark
 
 RECORD = Path(__file__).with_suffix(".json")
 PROMPTS = 16
@@ -83,7 +83,7 @@ def measure() -> Row:
     """Returns the record."""
     target = e3.load_target()
     head = e3.load_drafter(target=target)
-    texts = prompts.shipped()[: 2 * PROMPTS : 2]  # the first 40 are code
+    texts = benchmark.shipped()[: 2 * PROMPTS : 2]  # the first 40 are code
     record: Row = {
         "environment": environment(),
         "fallback": [],

@@ -26,6 +26,8 @@ from safetensors.numpy import load_file
 
 from eagle3_jax import conversion
 
+pytestmark = pytest.mark.core
+
 HEADS = {
     "DFlash": BlockHead(),
     "DFlash of a reduced vocabulary": BlockHead(draft_vocab=40, bias=True, theta=500.0),

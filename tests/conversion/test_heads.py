@@ -41,7 +41,7 @@ from eagle3_jax.topology import Chain
 from eagle3_jax.tree import causal_mask
 from eagle3_jax.types import Observation, SamplingParams
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.core, pytest.mark.torch]
 
 HEADS = {
     "official": Head(),

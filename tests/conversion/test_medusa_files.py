@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 from eagle3_jax import conversion, load_drafter
 from eagle3_jax.conversion import CheckpointError
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.core, pytest.mark.torch]
 
 TARGET = tiny.config(13)
 VLLM = {

@@ -20,6 +20,8 @@ from eagle3_jax.models.layers import FLOAT32
 from eagle3_jax.models.recurrent import Recurrent
 from eagle3_jax.tree import ancestor_mask, causal_mask
 
+pytestmark = pytest.mark.core
+
 BATCH = 2
 WIDTH = 32
 EPS = 1e-6

@@ -27,6 +27,8 @@ from eagle3_jax.models.latent import LatentAttention
 from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision, cast
 from eagle3_jax.models.rope import inverse_frequencies
 
+pytestmark = pytest.mark.core
+
 WIDTH = 16
 FED = 6
 BATCH = 3

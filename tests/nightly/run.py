@@ -29,8 +29,8 @@ INTERRUPTED = threading.Event()
 # The longest first. Fuzzing tries 25 times as many damaged files as in `.ci/run`.
 PARTS = {
     "validation": f"validation --complete --every-family --report-dir {BUILD / 'validation'}",
-    "slow-tests": "tests -m slow --ignore tests/core/test_target_contract.py",
-    "contract": "tests/core/test_target_contract.py -m slow",
+    "slow-tests": "tests -m slow --ignore tests/testing/test_target_contract.py",
+    "contract": "tests/testing/test_target_contract.py -m slow",
     "AOT": (
         "validation/test_aot.py --level AOT --complete --aot cuda:h200 --aot tpu:v6e:1x1"
         f" --report-dir {BUILD / 'AOT'}"

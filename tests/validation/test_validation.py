@@ -349,7 +349,7 @@ def test_without_beartype_shapes_are_not_checked_and_the_report_says_so(
     (tmp_path / "sitecustomize.py").write_text(refuse)
     lines = ["import os", f"os.environ['PYTHONPATH'] += {os.pathsep + str(tmp_path)!r}"]
     lines += ["from validation.test_distribution import run_tests", "@level('L0')"]
-    lines += ["def test_it(run_tests): run_tests('tests/core/test_tree.py', only='ancestors')"]
+    lines += ["def test_it(run_tests): run_tests('tests/test_tree.py', only='ancestors')"]
     _, report = validate("\n".join(lines))
     assert report["L0"].verdict == PASSED, report["L0"].reason
     assert (
