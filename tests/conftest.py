@@ -52,6 +52,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="Write the hashes of test_fingerprints.py.",
     )
+    parser.addoption(
+        "--record-api",
+        action="store_true",
+        help="Write the signatures of house/test_api.py.",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
