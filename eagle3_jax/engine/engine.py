@@ -121,6 +121,7 @@ class Engine:
                 f"slots is {slots}; expected a multiple of {parts}, over which the mesh divides"
                 " rows"
             )
+
         drafter = decoder.loop.drafter
         positions = decoder.target.max_positions
         drafter_positions = getattr(drafter, "max_positions", None) or positions
@@ -174,6 +175,7 @@ class Engine:
                 than a row, or the sampling is out of range or needs another mode.
         """
         request = request.encoded(self.decoder.target)
+
         length = len(request.tokens)
         if request.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {request.max_new_tokens}; expected at least 1")
@@ -183,6 +185,7 @@ class Engine:
                 f" row of the engine holds {self.room}; shorten one of them or build the engine"
                 " with a larger capacity"
             )
+
         needed_mode = sampling_mode_of(checked_sampling(request.sampling, 1))
         check_mode(self._loop.sampling_mode, needed_mode)
         return request
@@ -256,14 +259,15 @@ class Engine:
             state = loops.empty(self._loop, self.decoder.params, prompts, capacity=self._capacity)
             self._partial = (first, state, 0)
             return
-        size_of = lambda entry: padded_prompt(len(entry.request.tokens))
+
         # Requests begin in order, so only those before the first one of another length are taken.
-        same_size = list(
-            itertools.takewhile(lambda entry: size_of(entry) == size_of(first), self._waiting)
-        )
+        lengths = [padded_prompt(len(entry.request.tokens)) for entry in self._waiting]
+        num_same = sum(1 for _ in itertools.takewhile(lambda length: length == lengths[0], lengths))
         num_free = self.num_slots - len(self._slots)
-        most = min(len(same_size), num_free, self._prefill_rows)
-        count = 1 << (most.bit_length() - 1)  # a power of two, so that few programs are compiled
+        most = min(num_same, num_free, self._prefill_rows)
+        # A power of two, so that few programs are compiled.
+        count = 1 << (most.bit_length() - 1)
+
         group = [self._waiting.popleft() for _ in range(count)]
         prompts = self._prompts(group)
         prefilled = loops.prefill(self._loop, self.decoder.params, prompts, capacity=self._capacity)
@@ -295,6 +299,8 @@ class Engine:
             seed=[request.seed for request in requests],
             logprobs=self.num_logprobs,
         )
+
+        # No token has the id -1.
         ignores_stop = np.array([request.ignore_stop for request in requests])[:, None]
         prompts = prompts.replace(stop_tokens=jnp.where(ignores_stop, -1, prompts.stop_tokens))
         return place_rows(prompts, self.decoder.mesh)
@@ -304,9 +310,8 @@ class Engine:
         if self._state is None:
             self._state = rows.ended_copies(new_rows, self.num_slots)
         free = [index for index in range(self.num_slots) if index not in self._slots]
-        targets = np.full(
-            new_rows.length.shape[0], self.num_slots, np.int32
-        )  # out of range: the row is dropped
+        # Rows that are out of range are dropped.
+        targets = np.full(new_rows.length.shape[0], self.num_slots, np.int32)
         targets[: len(entries)] = free[: len(entries)]
         self._state = rows.insert(self._state, new_rows, targets)
         self._slots.update(zip(free, entries, strict=False))
@@ -318,11 +323,14 @@ class Engine:
         for _ in range(self._loop.rounds_per_check):
             state = loops.step(self._loop.at(state), self.decoder.params, state).state
         self._state = state
+
+        # A round writes at most a whole draft and the bonus token, and the prefill wrote one token.
         starts = np.zeros(self.num_slots, np.int32)
         for index, entry in self._slots.items():
             starts[index] = entry.length
         width = 1 + self._loop.rounds_per_check * (self._loop.drafter.max_depth + 1)
         length, finish, tokens, scores, counters = to_host(rows.written(state, starts, width=width))
+
         events = []
         for index, entry in list(self._slots.items()):
             count = int(length[index]) - entry.length
@@ -331,12 +339,15 @@ class Engine:
             is_first = not entry.output
             entry.output += new
             entry.stats = jax.tree.map(lambda leaf, index=index: leaf[index], counters)
+
             reason = FinishReason(int(finish[index]))
             output = None
             if reason is not FinishReason.RUNNING:
                 output = entry.output
                 self._release(index)
-            if is_first and count > 1:  # the prefill's token is a chunk of its own
+
+            # The prefill's token is an event of its own, so that a client sees it at once.
+            if is_first and count > 1:
                 events.append(
                     Event(entry.request_id, new[:1], entry.stats, logprobs=scored and scored[:1])
                 )
