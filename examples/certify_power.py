@@ -18,11 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from eagle3_jax.bench.environment import environment
-from eagle3_jax.bench.records import write_record
-from eagle3_jax.certify import Draws, Plan, Sampling, Test, certify, judge, texts
-from eagle3_jax.certify.faulty import (
+from faulty_sampler import (
     CORRECT,
     FAULTS,
     NUM_PROMPTS,
@@ -32,6 +28,10 @@ from eagle3_jax.certify.faulty import (
     FaultySource,
     to_bfloat16,
 )
+
+from eagle3_jax.bench.environment import environment
+from eagle3_jax.bench.records import write_record
+from eagle3_jax.certify import Draws, Plan, Sampling, Test, certify, judge, texts
 from eagle3_jax.certify.frequencies import ALPHA
 
 PLAN = Plan(prompts=PROMPTS, concurrency=1, with_fields=False)

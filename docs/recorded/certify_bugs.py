@@ -12,14 +12,14 @@ from typing import Any
 
 from page_tables import RESULTS, ROOT
 
-sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+sys.path[:0] = [str(ROOT / "tests" / "helpers"), str(ROOT / "examples")]
 
 from fake_server import Manners, serving
+from faulty_sampler import FAULTS, PROMPTS, Fault, FaultySampler, FaultySource
 
 from eagle3_jax.bench.environment import environment
 from eagle3_jax.bench.records import write_record
 from eagle3_jax.certify import Certificate, Client, Plan, certify
-from eagle3_jax.certify.faulty import FAULTS, PROMPTS, Fault, FaultySampler, FaultySource
 
 PLAN = Plan(prompts=PROMPTS)
 

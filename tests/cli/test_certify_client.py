@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_server import UNREADABLE, FakeServer, serving
+from faulty_sampler import FaultySampler
 
 from eagle3_jax.certify import client as client_module
 from eagle3_jax.certify.client import Client, parse_counters
-from eagle3_jax.certify.faulty import FaultySampler
 from eagle3_jax.certify.source import Refused, ServerError
 
 FIELDS = {"num_reported": 20, "max_tokens": 12, "temperature": 1.0, "seed": 3}

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 from fake_server import FakeServer, serving
+from faulty_sampler import FAULTS, PROMPTS, FaultySampler
 
 from eagle3_jax.certify import Certificate, Client, Plan, ServerError, Verdict, certify
-from eagle3_jax.certify.faulty import FAULTS, PROMPTS, FaultySampler
 from eagle3_jax.cli import run
 
 # Few requests, which promise nothing, but show what they show.

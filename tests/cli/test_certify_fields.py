@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from fake_server import FakeServer, serving
+from faulty_sampler import CORRECT, FAULTS, Fault, FaultySampler
 
 from eagle3_jax.certify.asking import Asker, Plan
 from eagle3_jax.certify.client import Client
-from eagle3_jax.certify.faulty import CORRECT, FAULTS, Fault, FaultySampler
 from eagle3_jax.certify.fields import examine_fields
 from eagle3_jax.certify.source import Completion, ServerError
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_server import FakeServer, serving
+from faulty_sampler import FaultySampler
 
 from eagle3_jax.certify.asking import Asker, Plan
 from eagle3_jax.certify.client import Client
-from eagle3_jax.certify.faulty import FaultySampler
 from eagle3_jax.certify.greedy import Noise, Scores
 from eagle3_jax.certify.source import Completion
 from eagle3_jax.certify.states import examine_states

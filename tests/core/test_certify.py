@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+import types
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from faulty_sampler import CORRECT, FAULTS, NUM_PROMPTS, Fault, FaultySampler, draw
 from scipy import stats
 
+from eagle3_jax.acceptance import verify
 from eagle3_jax.certify import Draws, Sampling, Test, judge
 from eagle3_jax.certify.bets import (
     ERRORS,
@@ -17,9 +21,9 @@ from eagle3_jax.certify.bets import (
     dirichlet_gain,
     smallest_error,
 )
-from eagle3_jax.certify.faulty import FAULTS, Fault, FaultySampler
 from eagle3_jax.certify.frequencies import ALPHA, fit_counts
 from eagle3_jax.certify.statistics import number_texts, resolution
+from eagle3_jax.types import Draft
 
 LEVEL = ALPHA / 20
 REPORTED = np.log([[0.4, 0.3, 0.2]])  # two more tokens have 0.06 and 0.04
@@ -129,6 +133,47 @@ def test_a_bet_on_one_token_gains_nothing_on_average_from_a_correct_sampler(
         bet = bet_on_one_token(np.tile(p, (2, 1)), np.array(cells), np.array(texts))
         average += p[list(cells)].prod() * math.exp(bet.log_gain)
     assert average == pytest.approx(1)
+
+
+@pytest.mark.parametrize("fault", [CORRECT, Fault(likeliest=True)], ids=["sampled", "likeliest"])
+def test_a_correct_round_is_the_acceptance_rule_of_the_library(fault: Fault) -> None:
+    """The same random numbers accept the same drafts and sample the same token behind them."""
+    sampler = FaultySampler(fault)
+    rows = 512
+    prompts = np.arange(rows) % NUM_PROMPTS
+    rng = np.random.default_rng(0)
+    last = rng.integers(64, size=rows)
+    draft, accept = rng.random((2, 3, rows))
+    choose = rng.random(rows)
+
+    # A round takes these for each position; a correct sampler reads nothing from the zeros.
+    of_positions = zip(draft, accept, [choose] * 3, np.zeros((3, rows)), strict=True)
+    numbers = itertools.chain(*of_positions, [choose])
+    emitted, counts = sampler._round(
+        prompts, last, types.SimpleNamespace(random=lambda size: next(numbers))
+    )
+
+    tokens = [last]
+    q = [np.zeros((rows, 64))]
+    for uniform in draft:
+        q.append(sampler.draft[prompts, tokens[-1]])
+        tokens.append(draw(sampler.draft_source[prompts, tokens[-1]], uniform))
+    p = np.stack([sampler.target[prompts, token] for token in tokens], axis=1)
+    chain = Draft(
+        tokens=jnp.asarray(np.stack(tokens, axis=1)),
+        parents=jnp.tile(jnp.arange(-1, 3), (rows, 1)),
+        valid=jnp.ones((rows, 4), bool),
+        probs=jnp.asarray(np.stack(q, axis=1)),
+    )
+    verdict = verify(
+        chain,
+        jnp.asarray(p),
+        accept=jnp.asarray(np.vstack([choose, accept]).T),  # the root's is not read
+        choose=jnp.asarray(choose[:, None]),
+        max_depth=3,
+    )
+    assert np.array_equal(counts - 1, verdict.num_accepted)
+    assert np.array_equal(emitted[np.arange(rows), counts - 1], verdict.next_token)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from faulty_sampler import CORRECT, FAULTS, PROMPTS, Fault, FaultySampler, FaultySource
 
 from eagle3_jax.certify import Sampling, Verdict, certify_sampler
-from eagle3_jax.certify.faulty import CORRECT, FAULTS, PROMPTS, Fault, FaultySampler, FaultySource
 
 
 def rounds(

@@ -9,6 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from faulty_sampler import (
+    FAULTS,
+    PROMPTS,
+    FaultySampler,
+    FaultySource,
+    noisy,
+    to_bfloat16,
+)
 from scipy import special
 
 from eagle3_jax.certify import (
@@ -20,14 +28,6 @@ from eagle3_jax.certify import (
     ServerError,
     Verdict,
     certify,
-)
-from eagle3_jax.certify.faulty import (
-    FAULTS,
-    PROMPTS,
-    FaultySampler,
-    FaultySource,
-    noisy,
-    to_bfloat16,
 )
 
 PLAN = Plan(prompts=PROMPTS, concurrency=1, with_fields=False)

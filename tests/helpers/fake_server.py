@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-
-from eagle3_jax.certify.faulty import FaultySampler
+from faulty_sampler import FaultySampler
 
 MODEL = "fake"
 END = 0  # the token that ends a text, unless `ignore_eos`

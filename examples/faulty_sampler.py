@@ -155,7 +155,7 @@ class FaultySampler:
         tokens = np.full((num_requests, max_new_tokens + self._length + 1), -1)
         chunk_index = np.zeros_like(tokens)
         lengths = np.ones(num_requests, int)
-        first = _draw(self._warped(self.first[prompts]), rng.random(num_requests))
+        first = draw(self._warped(self.first[prompts]), rng.random(num_requests))
         tokens[:, 0] = first if start is None else start
         while (lengths < max_new_tokens).any():
             rows = np.flatnonzero(lengths < max_new_tokens)
@@ -178,20 +178,20 @@ class FaultySampler:
         row = np.arange(num_rows)
         for position in range(self._length):
             q = self.draft[prompts, last]
-            draft = _draw(self.draft_source[prompts, last], rng.random(num_rows))
+            draft = draw(self.draft_source[prompts, last], rng.random(num_rows))
             p = self._warped(self.target[prompts, last])
             numbers = rng.random(num_rows)
             accepted = numbers < self._acceptance(prompts, last)[row, draft]
             fresh = numbers if self.fault.shared_number else rng.random(num_rows)
             from_target = rng.random(num_rows) < self.fault.unreduced
-            redrawn = np.where(from_target, _draw(p, fresh), _draw(_residual(p, q), fresh))
+            redrawn = np.where(from_target, draw(p, fresh), draw(_residual(p, q), fresh))
             emitted[running, position] = np.where(accepted, draft, redrawn)[running]
             counts[running] += 1
             running &= accepted
             before = last
             last = draft
         bonus = self._warped(self.target[prompts, before if self.fault.stale_bonus else last])
-        emitted[running, -1] = _draw(bonus, rng.random(num_rows))[running]
+        emitted[running, -1] = draw(bonus, rng.random(num_rows))[running]
         counts[running] += 1
         return emitted, counts
 
@@ -506,7 +506,7 @@ def _residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     return np.where(total > 0, masses / np.maximum(total, 1e-300), p)
 
 
-def _draw(p: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+def draw(p: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     """Returns a token of each distribution ``[n V]`` by inversion."""
     cumulated = p.cumsum(axis=1)
     return (cumulated > (numbers * cumulated[:, -1])[:, None]).argmax(axis=1)
