@@ -12,7 +12,7 @@ from typing import Any
 
 from page_tables import RESULTS, ROOT
 
-sys.path[:0] = [str(ROOT / "tests" / "helpers"), str(ROOT / "examples")]
+sys.path.extend([str(ROOT / "tests" / "helpers"), str(ROOT / "examples")])
 
 from fake_server import Manners, serving
 from faulty_sampler import FAULTS, PROMPTS, Fault, FaultySampler, FaultySource
