@@ -595,6 +595,7 @@ def _address(url: str) -> str:
         is_address &= not (parts.userinfo or parts.query or parts.fragment)
     except (httpx.InvalidURL, ValueError):
         is_address = False
+
     if not is_address:
         # A name and a password in it are not repeated.
         shown = excerpt(url.rpartition("@")[2], 200)

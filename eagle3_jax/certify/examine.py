@@ -249,6 +249,7 @@ def _measure_noise(asker: Asker, answers: Samples, evidence: _Evidence) -> None:
     )
     if math.isinf(noise.size):
         detail = "no token was asked for twice"
+
     evidence.require("little noise", noise.is_small, detail)
     if noise.size > _COARSE and noise.is_small:
         evidence.notes.append(
@@ -262,6 +263,7 @@ def _require_reports(groups: Sequence[Samples], evidence: _Evidence) -> None:
     num_tokens = sum(group.num_tokens for group in groups)
     num_silent = sum(group.num_silent for group in groups)
     num_answers = num_silent + sum(len(group.answers) for group in groups)
+
     is_met = (
         num_tokens > 0
         and num_unread <= MOST_UNREAD * num_tokens
@@ -358,6 +360,7 @@ def _repeat_seeds(asker: Asker, samples: Samples, evidence: _Evidence) -> None:
         Request(samples.prompts[prompt], plan.fields(row) | {"max_tokens": plan.max_new_tokens})
         for row, (prompt, _) in enumerate(samples.answers[:number])
     ]
+
     again = asker.complete("the same seeds", requests)
     same = sum(answer.tokens == samples.answers[row][1].tokens for row, answer in again.items())
     if again:

@@ -233,6 +233,7 @@ class _Exam:
         # Where the end of a text cannot be ignored, an answer may be shorter.
         is_exact = "ignore_eos" not in self._asker.source.facts.get("refused_fields", ())
         answers = self._ask_for_tokens("max_tokens", [*itertools.chain(*pairs)])
+
         for limit, answer in zip(limits, answers, strict=True):
             number = len(answer.tokens)
             if number > limit or (is_exact and number < limit):
@@ -248,6 +249,7 @@ class _Exam:
             entry.request.with_fields(min_tokens=least, max_tokens=least + _MORE)
             for entry, least in zip(self._ended, fewest, strict=True)
         ]
+
         answers = self._ask_for_tokens("min_tokens", requests)
         numbers = [len(answer.tokens) for answer in answers]
         for number, least in zip(numbers, fewest, strict=True):
@@ -261,6 +263,7 @@ class _Exam:
             entry.request.with_fields(ignore_eos=True, max_tokens=number)
             for entry, number in zip(self._ended, numbers, strict=True)
         ]
+
         answers = self._ask_for_tokens("ignore_eos", requests)
         for expected, answer in zip(numbers, answers, strict=True):
             number = len(answer.tokens)
@@ -345,6 +348,7 @@ class _Exam:
         _require_texts(self._plain)
         requests = self._sampled(8, max_tokens=2 * _TOKENS, ignore_eos=False, **fields)
         answers = self._ask(name, requests)
+
         are_complete = [answer.finish_reason == "stop" for answer in answers]
         wrong = [
             answer.text

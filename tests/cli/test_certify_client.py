@@ -1,4 +1,4 @@
-"""The client of ``eagle3 certify`` against a local server: complete answers, or errors of one line."""
+"""The client of ``eagle3 certify`` against a local server: whole answers, or errors of one line."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ def test_an_answer_is_what_the_sampler_writes_and_its_reports_are_the_targets(
     assert (
         answer.prompt_ids == [1] and answer.finish_reason == "length" and answer.num_drafted is None
     )
+
     sampler = server.sampler
     distributions = [sampler.first[1], *sampler.target[1, answer.tokens[:-1]]]
     for report, distribution in zip(answer.reports, distributions, strict=True):
@@ -266,11 +267,13 @@ def test_no_mangled_answer_raises_anything_but_a_server_error(
     server.manners.mangle = lambda data: mangled(data, rng)
     answers = []
     messages = []
+
     for seed in range(200):
         try:
             answers.append(client.complete("1", **FIELDS | {"seed": seed}))
         except ServerError as error:
             messages.append(str(error))
+
     assert answers and messages and not any("\n" in message for message in messages)
     assert all(len(answer.tokens) in (0, 12) for answer in answers)
 
@@ -297,8 +300,10 @@ def test_vllms_minus_infinity_stays(server: FakeServer) -> None:
     client = Client(server.url)
     choice = {"text": "a", "finish_reason": "stop", "index": 0}
     choice["logprobs"] = {
-        "tokens": ["token_id:7"], "token_logprobs": [-9999.0], "top_logprobs": [{"token_id:7": -9999.0}],
-    }  # fmt: skip
+        "tokens": ["token_id:7"],
+        "token_logprobs": [-9999.0],
+        "top_logprobs": [{"token_id:7": -9999.0}],
+    }
     server.manners.mangle = lambda _: json.dumps({"choices": [choice]}).encode()
     (report,) = client.complete([1], **FIELDS).reports
     assert report.is_readable and report.log_prob == -9999.0
@@ -321,6 +326,7 @@ def test_a_text_that_ends_early_has_all_its_reports(server: FakeServer) -> None:
     assert f"reports {position} of the {position + 1} tokens" in failure(
         lambda: client.complete([1], stop=[stop], **FIELDS)
     )
+
     server.manners.leaves_out = False
     answer = client.complete([1], stop=[stop], **FIELDS)
     assert (
@@ -343,6 +349,7 @@ def test_every_field_is_sent_at_its_neutral_value_and_the_callers_own_replace_th
         "stream_options": {"include_usage": True},
     }
     assert neutral.items() <= server.requests[-1].items()
+
     client.complete([1], top_k=3, ignore_eos=False, presence_penalty=1.5, **FIELDS)
     assert {"top_k": 3, "ignore_eos": False, "presence_penalty": 1.5}.items() <= server.requests[
         -1
@@ -361,6 +368,7 @@ def test_fields_that_are_refused_are_left_out_and_named(server: FakeServer, api:
     assert client.facts["refused_fields"] == sorted(
         shape | samplers
     )  # not what is between these groups
+
     number = len(server.requests)
     client.complete("1", **FIELDS)
     assert (
@@ -380,6 +388,7 @@ def test_all_fields_that_are_not_openais_can_be_refused(server: FakeServer) -> N
         )
     assert set(client.facts["refused_fields"]) == server.manners.refused_fields
     assert server.requests[-1]["max_completion_tokens"] == 12
+
     for seed, answer in zip(seeds, answers, strict=True):
         tokens = [0] * 12
         tokens[: len(answer.tokens)] = written(server, seed=seed)[0][: len(answer.tokens)]
@@ -420,6 +429,7 @@ def test_a_chat_reports_what_a_completion_does(server: FakeServer, names: str) -
     assert [report.log_prob for report in answer.reports] == [
         report.log_prob for report in expected.reports
     ]
+
     ids: dict[int, int] = {}
     for report, expected_report in zip(answer.reports, expected.reports, strict=True):
         assert sorted(report.top.values()) == sorted(expected_report.top.values())
@@ -473,10 +483,10 @@ def test_a_key_that_is_wanted_or_refused_is_not_shown(server: FakeServer) -> Non
         " --api-key-env"
     )
     assert message in failure(lambda: Client(server.url, key_variable="MY_KEY"))
-    shown = failure(
-        lambda: Client(server.url, key="open-barley", key_variable="MY_KEY")
-    )  # the server repeats it
+    # The server repeats a wrong key.
+    shown = failure(lambda: Client(server.url, key="open-barley", key_variable="MY_KEY"))
     assert message in shown and "barley" not in shown
+
     client = Client(server.url, key="sesame")
     client.complete([1], **FIELDS)
     assert "sesame" not in repr(client) + json.dumps(client.facts)
@@ -511,6 +521,7 @@ def test_scores_are_the_targets_and_read_no_shared_cache(
     assert client.score([1], answer, num_reported=20) == answer.reports
     assert client.scoring == ("echo" if echoes else "prefixes")
     assert client.facts.get("refused_fields", []) == sorted(refused)
+
     server.requests.clear()
     client.score([1], answer, num_reported=20)
     salts = [request.get("cache_salt") for request in server.requests]
@@ -546,10 +557,12 @@ def test_llama_cpp_is_asked_for_what_it_withholds_and_told_all_of_its_samplers(
         and "penalties" in request["samplers"]
         and request["mirostat"] == 0
     )
+
     answer = client.complete("1", **FIELDS)
     tokens, chunk_index = written(server)
     assert answer.tokens == tokens and all(report.is_readable for report in answer.reports)
     assert answer.num_drafted == np.count_nonzero(chunk_index)
+
     server.requests.clear()
     assert client.score("1", answer, num_reported=20) == answer.reports
     assert client.scoring == "echo" or all(

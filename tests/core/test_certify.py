@@ -1,4 +1,4 @@
-"""The statistics of certificates: distributions from reports, false alarms, and injected errors that are found."""
+"""The statistics of certificates: distributions from reports, false alarms, and injected errors."""
 
 from __future__ import annotations
 
@@ -114,6 +114,7 @@ def test_a_correct_sampler_gives_p_values_that_are_uniform_or_larger() -> None:
     for seed in range(200):
         for test in judged(sampler.draws(64, 16, seed=seed), seed):
             below.setdefault(test.name, []).append(test.p_value)
+
     for name, p_values in below.items():
         assert min(p_values) > 1e-5, name
         for limit in (0.01, 0.05, 0.2):
@@ -192,7 +193,7 @@ def test_the_exact_distribution_of_a_fault_is_that_of_its_tokens(name: str) -> N
 
 
 def test_the_fewest_tokens_of_an_error_are_those_of_a_coin() -> None:
-    """Of two tokens the draft has 1/2 and comes with 0.55: (6.4 σ / shift)² = (6.4 · 0.5 / 0.05)² tokens."""
+    """The draft has 1/2 and comes with 0.55: (6.4 σ / shift)² = (6.4 · 0.5 / 0.05)² tokens."""
     sampler = FaultySampler(
         Fault(likeliest=True, willing=1.1), vocab_size=2, num_speculative_tokens=40
     )
@@ -232,13 +233,14 @@ def test_an_error_with_the_likeliest_draft_is_found_with_four_times_the_fewest_t
 
 
 def test_the_named_error_would_have_been_found() -> None:
-    """In 9 of 10 runs of as many tokens, where the draft is the likeliest token of four of five positions."""
+    """In 9 of 10 runs of as many tokens, with the likeliest draft at four of five positions."""
     rng = np.random.default_rng(0)
     number = 6000
     p = rng.dirichlet(np.ones(6), number)
     p = -np.sort(-p, axis=1)
     error = smallest_error(p, [entry for entry in ERRORS if entry.willing > 1], level=LEVEL)
     assert error is not None
+
     num_found = 0
     for _ in range(20):
         is_drafted = rng.random(number) < VERIFIED
@@ -271,6 +273,7 @@ def test_reused_random_numbers_are_found_in_pairs() -> None:
     number = np.repeat(rng.random(4000), 2)
     tokens = (number[:, None] > np.cumsum([0.25, 0.25, 0.25])).sum(axis=1)
     index = np.tile([1, 2], 4000)
+
     draws = Draws(
         probs=np.tile([0.25, 0.25, 0.25, 0.25], (8000, 1)),
         ids=np.tile([0, 1, 2], (8000, 1)),
@@ -287,11 +290,12 @@ def test_reused_random_numbers_are_found_in_pairs() -> None:
 
 
 def test_a_bias_that_cancels_over_ranks_is_found_behind_the_same_text() -> None:
-    """Half of the texts prefer the likeliest token, the others avoid it: places are uniform on average."""
+    """Half of the texts prefer the likeliest token, half avoid it; on average places are uniform."""
     rng = np.random.default_rng(0)
     number = 20_000
     text = rng.integers(0, 2, number)
     tokens = (rng.random(number) > np.where(text, 0.55, 0.45)).astype(int)
+
     draws = Draws(
         probs=np.tile([0.5, 0.5, 0.0], (number, 1)),
         ids=np.tile([0, 1], (number, 1)),

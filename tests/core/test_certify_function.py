@@ -15,7 +15,7 @@ from eagle3_jax.certify import Sampling, Verdict, certify_sampler
 def rounds(
     source: FaultySource, prompt_ids: list[int], seed: int, sampling: Sampling, number: int
 ) -> Iterator[tuple[list[int], np.ndarray]]:
-    """The answer of a source, round by round, with the log-probabilities of the whole vocabulary."""
+    """The answer of a source, round by round, with log-probabilities of the whole vocabulary."""
     answer = source.complete(
         prompt_ids, num_reported=1, max_tokens=number, temperature=sampling.temperature, seed=seed
     )
