@@ -18,7 +18,7 @@ from faulty_sampler import FaultySampler
 
 from eagle3_jax.certify import client as client_module
 from eagle3_jax.certify.client import Client, parse_counters
-from eagle3_jax.certify.source import Refused, ServerError
+from eagle3_jax.certify.source import Completion, Refused, ServerError
 
 FIELDS = {"num_reported": 20, "max_tokens": 12, "temperature": 1.0, "seed": 3}
 NOT_OPENAIS = {
@@ -42,6 +42,14 @@ def written(server: FakeServer, prompt: int = 1, seed: int = 3) -> tuple[list[in
     """What the sampler writes for ``FIELDS``."""
     tokens, chunk_index = server.sampler.answer(np.array([prompt]), 12, seed=seed)
     return tokens[0].tolist(), chunk_index[0].tolist()
+
+
+def answers_at_once(client: Client, prompt: Any, number: int) -> list[Completion]:
+    """The answers to a prompt with as many seeds, each asked for by a thread of its own."""
+    with concurrent.futures.ThreadPoolExecutor(number) as pool:
+        return list(
+            pool.map(lambda seed: client.complete(prompt, **FIELDS | {"seed": seed}), range(number))
+        )
 
 
 def failure(act: Callable[[], Any], kind: type[ServerError] = ServerError) -> str:
@@ -381,17 +389,12 @@ def test_all_fields_that_are_not_openais_can_be_refused(server: FakeServer) -> N
     server.manners.refused_fields = NOT_OPENAIS | {"max_tokens"}
     server.manners.chat_tokens = "bytes"
     client = Client(server.url, api="chat")
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        seeds = range(32)
-        answers = list(
-            pool.map(lambda seed: client.complete("1", **FIELDS | {"seed": seed}), seeds)
-        )
+    answers = answers_at_once(client, "1", 32)
     assert set(client.facts["refused_fields"]) == server.manners.refused_fields
     assert server.requests[-1]["max_completion_tokens"] == 12
 
-    for seed, answer in zip(seeds, answers, strict=True):
-        tokens = [0] * 12
-        tokens[: len(answer.tokens)] = written(server, seed=seed)[0][: len(answer.tokens)]
+    for seed, answer in enumerate(answers):
+        tokens = written(server, seed=seed)[0][: len(answer.tokens)]
         assert answer.text == "".join(f" {token}" for token in tokens if token)
 
 
@@ -591,14 +594,9 @@ def test_sglang_counts_rounds() -> None:
 
 
 def test_hundreds_of_threads_share_a_client(server: FakeServer) -> None:
-    client = Client(server.url)
-    with concurrent.futures.ThreadPoolExecutor(200) as pool:
-        answers = list(
-            pool.map(lambda seed: client.complete([1], **FIELDS | {"seed": seed}), range(200))
-        )
-    assert [answer.tokens for answer in answers] == [
-        written(server, seed=seed)[0] for seed in range(200)
-    ]
+    answers = answers_at_once(Client(server.url), [1], 200)
+    for seed, answer in enumerate(answers):
+        assert answer.tokens == written(server, seed=seed)[0]
 
 
 @pytest.mark.parametrize(
@@ -624,10 +622,7 @@ def test_a_field_that_is_ignored_changes_what_is_written(
 
     def texts() -> list[str]:
         seeds = range(16)
-        return [
-            client.complete([1], **FIELDS | {"seed": seed, "max_tokens": 12} | fields).text
-            for seed in seeds
-        ]
+        return [client.complete([1], **FIELDS | {"seed": seed} | fields).text for seed in seeds]
 
     honest = texts()
     server.manners.ignored_fields = {name}

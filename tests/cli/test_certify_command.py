@@ -80,14 +80,6 @@ def test_what_llama_cpp_withholds_behind_drafts_is_asked_for(server: FakeServer)
     }
 
 
-def test_a_server_that_leaves_tokens_out_is_not_certified(server: FakeServer) -> None:
-    server.manners.leaves_out = True
-    with pytest.raises(
-        ServerError, match="of the 16 tokens of an answer; the others cannot be judged"
-    ):
-        result_of(server, dataclasses.replace(PLAN, num_greedy=0))
-
-
 def test_without_echo_each_prefix_is_asked(server: FakeServer) -> None:
     expected = result_of(server)
     server.manners.echoes = False

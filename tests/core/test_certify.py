@@ -267,45 +267,41 @@ def test_a_grid_of_reports_is_recognised(values: np.ndarray, expected: float) ->
     assert resolution(values) == expected
 
 
+def p_values_of(p: np.ndarray, tokens: np.ndarray, **columns: np.ndarray) -> dict[str, float]:
+    """Judges tokens that are all sampled from ``p``."""
+    number = len(tokens)
+    zeros = np.zeros(number, int)
+    ids = np.tile(np.arange(len(p) - 1), (number, 1))
+    draws = Draws(np.tile(p, (number, 1)), ids, tokens, prompts=zeros, chunk_index=zeros, **columns)
+    return {test.name: test.p_value for test in judge(draws)}
+
+
 def test_reused_random_numbers_are_found_in_pairs() -> None:
     """Each place is uniform, but consecutive ones are equal."""
     rng = np.random.default_rng(0)
     number = np.repeat(rng.random(4000), 2)
-    tokens = (number[:, None] > np.cumsum([0.25, 0.25, 0.25])).sum(axis=1)
-    index = np.tile([1, 2], 4000)
-
-    draws = Draws(
-        probs=np.tile([0.25, 0.25, 0.25, 0.25], (8000, 1)),
-        ids=np.tile([0, 1, 2], (8000, 1)),
-        tokens=tokens,
-        prompts=np.zeros(8000, int),
+    p_values = p_values_of(
+        np.full(4, 0.25),
+        (number[:, None] > np.cumsum([0.25, 0.25, 0.25])).sum(axis=1),
         requests=np.repeat(np.arange(4000), 2),
-        index=index,
-        chunk_index=np.zeros(8000, int),
+        index=np.tile([1, 2], 4000),
         texts=np.full(8000, -1),
     )
-    p_values = {test.name: test.p_value for test in judge(draws)}
     assert p_values["pairs of places"] < LEVEL
     assert p_values["places in the distribution"] > 1e-4
 
 
 def test_a_bias_that_cancels_over_ranks_is_found_behind_the_same_text() -> None:
-    """Half of the texts prefer the likeliest token, half avoid it; on average places are uniform."""
+    """Half of the texts prefer the likeliest token, half avoid it; places look uniform."""
     rng = np.random.default_rng(0)
     number = 20_000
     text = rng.integers(0, 2, number)
-    tokens = (rng.random(number) > np.where(text, 0.55, 0.45)).astype(int)
-
-    draws = Draws(
-        probs=np.tile([0.5, 0.5, 0.0], (number, 1)),
-        ids=np.tile([0, 1], (number, 1)),
-        tokens=tokens,
-        prompts=text,
+    p_values = p_values_of(
+        np.array([0.5, 0.5, 0.0]),
+        (rng.random(number) > np.where(text, 0.55, 0.45)).astype(int),
         requests=np.arange(number),
         index=np.ones(number, int),
-        chunk_index=np.zeros(number, int),
         texts=text,
     )
-    p_values = {test.name: test.p_value for test in judge(draws)}
     assert p_values["counts behind the same text"] < LEVEL
     assert p_values["places in the distribution"] > 1e-4

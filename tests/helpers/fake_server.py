@@ -490,16 +490,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self, prompt: int, before: list[int], token: int, number: int, shift: float = 0.0
     ) -> dict[str, Any]:
         """Returns a token with the likeliest tokens of its position."""
-        distribution = np.log(self._distribution(prompt, before)) + shift
-        listed = {
-            *np.argsort(-distribution)[: min(number, self.server.manners.most_reported)].tolist(),
-            token,
-        }
-        return {
-            "id": token,
-            "logprob": float(distribution[token]),
-            "top": {likely: float(distribution[likely]) for likely in listed},
-        }
+        log_probs = np.log(self._distribution(prompt, before)) + shift
+        most = min(number, self.server.manners.most_reported)
+        return _reported(token, log_probs, np.argsort(-log_probs)[:most])
 
     def _entries(
         self, ids: list[int], answer: _Written, number: int, body: dict[str, Any]
@@ -513,11 +506,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if manners.processed:
                 before = answer.tokens[:position]
                 p = self._sampled_from(ids, before, body, answer.chunk_index[position])
-                listed = {*np.flatnonzero(p).tolist(), token}
-                entry |= {
-                    "logprob": math.log(p[token]),
-                    "top": {likely: math.log(p[likely]) for likely in listed},
-                }
+                with np.errstate(divide="ignore"):
+                    entry = _reported(token, np.log(p), np.flatnonzero(p))
             if unreadable and answer.chunk_index[position] > 0:
                 entry = {"id": token} | UNREADABLE[unreadable]
             entries.append(entry)
@@ -638,6 +628,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             for byte in data:
                 self.wfile.write(bytes([byte]))
                 time.sleep(manners.drip)
+
+
+def _reported(token: int, log_probs: np.ndarray, likeliest: np.ndarray) -> dict[str, Any]:
+    """Returns a token with log-probabilities of its position."""
+    top = {listed: float(log_probs[listed]) for listed in {*likeliest.tolist(), token}}
+    return {"id": token, "logprob": top[token], "top": top}
 
 
 def _columns(entries: list[dict[str, Any]], mark: str) -> dict[str, Any]:
