@@ -132,3 +132,9 @@ def test_a_text_is_halved_until_the_server_takes_it(server: FakeServer) -> None:
     test = examine(server, client=client)[LONG]
     assert test.detail.startswith("1,952 tokens;") and test.p_value == 1
     assert max(lengths) == 16384 - 96
+
+
+def test_nothing_is_said_by_an_answer_of_one_token_behind_a_long_text(server: FakeServer) -> None:
+    server.manners.refused_fields = {"ignore_eos"}
+    server.sampler.target[:] = np.eye(16)[0] * 0.9 + 0.1 / 16  # the token that ends a text
+    assert LONG not in examine(server)
