@@ -423,6 +423,7 @@ def test_a_request_that_is_refused_for_itself_leaves_fields_as_they_were(
 
 @pytest.mark.parametrize("names", ["ids", "bytes", "texts"])
 def test_a_chat_reports_what_a_completion_does(server: FakeServer, names: str) -> None:
+    """Tokens of equal texts, such as parts of a character, are told apart by their bytes."""
     expected = Client(server.url).complete("1", **FIELDS)
     server.manners.chat_tokens = names
     client = Client(server.url, api="chat")
@@ -439,13 +440,6 @@ def test_a_chat_reports_what_a_completion_does(server: FakeServer, names: str) -
         assert report.top[report.token] == report.log_prob
         assert (report.token >= 0) == (names == "ids")
         assert ids.setdefault(report.token, expected_report.token) == expected_report.token
-
-
-def test_tokens_of_a_chat_with_equal_texts_are_told_by_their_bytes(server: FakeServer) -> None:
-    """Such as parts of a character, whose texts are all the same."""
-    server.manners.chat_tokens = "bytes"  # the text of each is "x"
-    answer = Client(server.url, api="chat").complete("1", **FIELDS)
-    assert len(set(answer.tokens)) == len(set(written(server)[0]))
 
 
 def test_what_a_chat_cannot_do_is_one_line(server: FakeServer) -> None:
