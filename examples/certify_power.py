@@ -1,8 +1,9 @@
-"""What a certificate sees: how many requests find each injected error, what any test needs, and false alarms.
+"""What a certificate sees: requests that find each injected error, and false alarms.
 
-    python examples/certify_power.py --output validation/results/certify-power.json
-    python examples/certify_power.py --alarms 200 --output validation/results/certify-alarms.json
-    python examples/certify_power.py --two-samples --output validation/results/certify-power-two-samples.json
+    R=validation/results
+    python examples/certify_power.py --output $R/certify-power.json
+    python examples/certify_power.py --alarms 200 --output $R/certify-alarms.json
+    python examples/certify_power.py --two-samples --output $R/certify-power-two-samples.json
 
 The sampler draws from a vocabulary of 64 with a chain of three. Short and long answers come in the
 proportion of a default run. One core: half an hour, two hours, ten minutes.
@@ -12,17 +13,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from eagle3_jax.certify import texts
-from eagle3_jax.certify.asking import Plan
-from eagle3_jax.certify.examine import certify
-from eagle3_jax.certify.faulty import (
+from faulty_sampler import (
     CORRECT,
     FAULTS,
     NUM_PROMPTS,
@@ -32,6 +30,10 @@ from eagle3_jax.certify.faulty import (
     FaultySource,
     to_bfloat16,
 )
+
+from eagle3_jax.certify import texts
+from eagle3_jax.certify.asking import Plan
+from eagle3_jax.certify.examine import certify
 from eagle3_jax.certify.statistics import Draws, Sampling, Test, judge
 from eagle3_jax.measure.environment import environment
 from eagle3_jax.measure.frequencies import ALPHA
@@ -49,7 +51,7 @@ HONEST: dict[str, tuple[Sampling, dict[str, Any]]] = {
     "noise, rounded to bfloat16": (Sampling(), {"noise": 0.003, "round_to": to_bfloat16}),
     "noise, rounded to two decimals": (
         Sampling(),
-        {"noise": 0.003, "round_to": lambda value: round(value, 2)},
+        {"noise": 0.003, "round_to": functools.partial(round, ndigits=2)},
     ),
 }
 
@@ -72,6 +74,7 @@ def main() -> None:
         help="compare texts of two samples, instead of reports",
     )
     parser.add_argument("--output", type=Path, required=True, help="JSON file")
+
     options = parser.parse_args()
     about = {"environment": environment(), "alpha": ALPHA}
     if options.alarms:
@@ -79,6 +82,7 @@ def main() -> None:
             options.output, about | {"kinds": [alarms(name, options.alarms) for name in HONEST]}
         )
         return
+
     find = finds_by_texts if options.two_samples else finds_by_reports
     errors = [power(name, fault, options.runs, find) for name, fault in FAULTS.items()]
     about |= {
@@ -99,10 +103,11 @@ def acceptance_length() -> float:
 def power(
     name: str, fault: Fault, runs: int, find: Callable[[Fault, int, int], str]
 ) -> dict[str, Any]:
-    """Returns how many runs of each size find an error, until nearly all do, by which test, and the least possible."""
+    """Returns how many runs of each size find an error, until nearly all do, and by which test."""
     num_found = {}
     tests: Counter = Counter()
     fewest = FaultySampler(fault).fewest_tokens()
+
     for requests in REQUESTS:
         names = [find(fault, requests, 1000 + run) for run in range(runs)]
         num_found[requests] = sum(map(bool, names))
@@ -113,6 +118,7 @@ def power(
         print(f"{name}: {num_found[requests]} of {runs} runs of {requests} requests", flush=True)
         if num_found[requests] >= NEEDED * runs:
             break
+
     return {
         "error": name,
         "fewest_tokens": fewest,
@@ -147,24 +153,19 @@ def finds_by_reports(fault: Fault, requests: int, seed: int) -> str:
 
 def finds_by_texts(fault: Fault, requests: int, seed: int) -> str:
     """Returns whether texts of a sampler and of a correct one differ, as a name."""
-    counts = []
-    for sampler, first_seed in (
-        (FaultySampler(fault), 0),
-        (FaultySampler(sampling=fault.sampling), 10_000),
-    ):
-        prompts = np.arange(requests) % NUM_PROMPTS
+    prompts = np.arange(requests) % NUM_PROMPTS
+
+    def counts_of(sampler: FaultySampler, first_seed: int) -> Counter:
         tokens, _ = sampler.answer(prompts, texts.TOKENS, seed=first_seed + seed)
-        counts.append(
-            Counter(
-                (prompt, str(text))
-                for prompt, text in zip(prompts.tolist(), tokens.tolist(), strict=True)
-            )
-        )
-    return "texts" if texts.compare_texts(*counts).p_value < ALPHA else ""
+        return Counter(zip(prompts.tolist(), map(str, tokens.tolist()), strict=True))
+
+    faulty = counts_of(FaultySampler(fault), 0)
+    correct = counts_of(FaultySampler(sampling=fault.sampling), 10_000)
+    return "texts" if texts.compare_texts(faulty, correct).p_value < ALPHA else ""
 
 
 def alarms(name: str, runs: int) -> dict[str, Any]:
-    """Returns the verdicts about a correct server, and the smallest p-value times the number of tests."""
+    """Returns the verdicts about a correct server, and the smallest p-value times their number."""
     sampling, manners = HONEST[name]
     verdicts: Counter[str] = Counter()
     smallest = 1.0

@@ -30,9 +30,9 @@ import first_cell
 first_cell.start(device=False)
 
 import numpy as np
+from faulty_sampler import CORRECT, FAULTS, Fault, FaultySampler
 from matplotlib import pyplot as plt
 
-from eagle3_jax.certify.faulty import CORRECT, FAULTS, Fault, FaultySampler
 from eagle3_jax.certify.statistics import judge
 
 # %% [markdown]

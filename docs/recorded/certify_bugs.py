@@ -12,15 +12,15 @@ from typing import Any
 
 from page_tables import RESULTS, ROOT
 
-sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+sys.path.extend([str(ROOT / "tests" / "helpers"), str(ROOT / "examples")])
 
 from fake_server import Manners, serving
+from faulty_sampler import FAULTS, PROMPTS, Fault, FaultySampler, FaultySource
 
 from eagle3_jax.certify.asking import Plan
 from eagle3_jax.certify.certificate import Certificate
 from eagle3_jax.certify.client import Client
 from eagle3_jax.certify.examine import certify
-from eagle3_jax.certify.faulty import FAULTS, PROMPTS, Fault, FaultySampler, FaultySource
 from eagle3_jax.measure.environment import environment
 from eagle3_jax.measure.records import write_record
 

@@ -1,4 +1,4 @@
-"""Certificates: whether what is written while speculating follows the distribution that is reported.
+"""Certificates: whether what a speculating server writes follows the distribution that it reports.
 
 :func:`~eagle3_jax.certify.examine.certify` asks a server that speaks OpenAI's protocol and judges
 its answers, :func:`~eagle3_jax.certify.function.certify_sampler` a Python function;

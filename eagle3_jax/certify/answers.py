@@ -1,4 +1,7 @@
-"""Reads the answers of servers that speak OpenAI's completions or chat: a complete answer, or an error of one line."""
+"""Reads answers of servers that speak OpenAI's completions or chat.
+
+An answer is complete, or an error of one line.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from eagle3_jax.certify.source import Refused, Report, ServerError
 
@@ -86,32 +89,41 @@ class Answer:
         self.num_tokens: int | None = None
         self.has_reasoning = False
         self.is_marked = False
+
         lines = [line.strip() for line in data.split(b"\n")]  # a text may hold other ends of lines
         events = [
             line.removeprefix(b"data:").strip() for line in lines if line.startswith(b"data:")
         ]
-        strange = [line for line in lines if line and not line.startswith((b"data:", *_NO_DATA))]
-        if not events:
-            self._add(parse_object(data, address))
-            self.chunk_index = [0] * len(self.reports)  # it did not come in chunks
-            if not self._reasons:
-                shown = excerpt(data.decode(errors="replace"), 80)
-                raise ServerError(
-                    f"{address} answered {shown}; expected choices with a finish_reason"
-                )
-            return
-        if strange:
+        if events:
+            self._read_stream(lines, events)
+        else:
+            self._read_object(data)
+
+    def _read_object(self, data: bytes) -> None:
+        """Reads an answer that is not a stream."""
+        self._add(parse_object(data, self._address))
+        self.chunk_index = [0] * len(self.reports)  # it did not come in chunks
+        if not self._reasons:
+            shown = excerpt(data.decode(errors="replace"), 80)
             raise ServerError(
-                f"{address} answered {excerpt(strange[0].decode(errors='replace'), 80)!r} in a"
-                " stream"
+                f"{self._address} answered {shown}; expected choices with a finish_reason"
             )
+
+    def _read_stream(self, lines: list[bytes], events: list[bytes]) -> None:
+        """Reads the events of a stream."""
+        strange = [line for line in lines if line and not line.startswith((b"data:", *_NO_DATA))]
+        if strange:
+            shown = excerpt(strange[0].decode(errors="replace"), 80)
+            raise ServerError(f"{self._address} answered {shown!r} in a stream")
         for event in events:
             if event == b"[DONE]":
                 self.is_marked = True
             else:
-                self._add(parse_object(event, address))
+                self._add(parse_object(event, self._address))
+
+        # Every choice that was begun must have said why it ends.
         if not self._reasons.keys() >= self._texts.keys() or not self._reasons:
-            raise CutOff(f"{address} cut off a stream before its end")
+            raise CutOff(f"{self._address} cut off a stream before its end")
 
     @property
     def text(self) -> str:
@@ -131,12 +143,11 @@ class Answer:
     def _add(self, event: dict[str, Any]) -> None:
         error = event.get("error")
         if error:
-            kind = (
-                Refused
-                if isinstance(error, dict) and error.get("code") in REFUSALS
-                else ServerError
-            )
+            is_refusal = isinstance(error, dict) and error.get("code") in REFUSALS
+            kind = Refused if is_refusal else ServerError
             raise kind(f"{self._address} failed: {excerpt(json.dumps(error), 300)}")
+
+        # A gateway may send some requests to another model.
         answered = event.get("model") or self._model
         if answered != self._model:
             shown = excerpt(str(answered), 80)
@@ -144,6 +155,7 @@ class Answer:
                 f"{self._address} answered as {shown}, not as {self._model}; nothing can be"
                 " compared"
             )
+
         self.num_tokens = self._count(event, "usage", "completion_tokens", self.num_tokens)
         self.num_drafted = self._count(event, "timings", "draft_n", self.num_drafted)
         self.tokens += self._ids(self._field(event, "__verbose", {}), "tokens")
@@ -162,6 +174,8 @@ class Answer:
         reason = self._field(choice, "finish_reason", "")
         if reason:
             self._reasons[index] = reason
+
+        # Only the first choice is judged.
         if index == 0:
             self.prompt_ids = self.prompt_ids or self._ids(choice, "prompt_token_ids") or None
             reports = self._reports(self._field(choice, "logprobs", {}))
@@ -173,6 +187,7 @@ class Answer:
         content = self._field(listed, "content", [])
         if content:
             return [self._chat_report(entry) for entry in content]
+
         reports = []
         tokens = self._field(listed, "tokens", [])
         columns = (
@@ -195,24 +210,23 @@ class Answer:
         return _report(self._token(entry), entry.get("logprob"), top)
 
     def _token(self, entry: Any) -> int:
-        """Returns the id of a token; one without an id has a negative number that stands for its bytes."""
+        """Returns the id of a token; without one, a negative number that stands for its bytes."""
         if not isinstance(entry, dict):
             raise self._unreadable("a token", entry, "an object")
         number = entry.get("id")
-        if type(number) is int and 0 <= number < 2**31:
+        if _is_id(number):
             return number
+
         text = entry.get("token")
-        data = entry.get("bytes")
         if isinstance(text, str):
             named = _ID.fullmatch(text)
             if named:
                 return int(named[1])
             text = text.encode(errors="surrogatepass")
-        if (
-            isinstance(data, list)
-            and data
-            and all(type(byte) is int and 0 <= byte < 256 for byte in data)
-        ):
+
+        # Parts of characters may have equal texts, but not equal bytes.
+        data = entry.get("bytes")
+        if isinstance(data, list) and data and all(map(_is_byte, data)):
             text = bytes(data)
         if not isinstance(text, bytes):
             raise self._unreadable("a token", text, "a text")
@@ -221,14 +235,14 @@ class Answer:
     def _ids(self, values: dict[str, Any], name: str) -> list[int]:
         """Returns a list of token ids; empty if there is none."""
         ids = self._field(values, name, [])
-        if not all(type(token) is int and 0 <= token < 2**31 for token in ids):
+        if not all(map(_is_id, ids)):
             raise self._unreadable(name, ids, "token ids")
         return ids
 
     def _count(
         self, event: dict[str, Any], name: str, field: str, default: int | None
     ) -> int | None:
-        """Returns a number in an object of an event."""
+        """Returns a number in an object of an event; the default if it is not there."""
         number = self._field(event, name, {}).get(field)
         return number if type(number) is int else default
 
@@ -247,8 +261,20 @@ class Answer:
         )
 
 
+def _is_id(value: Any) -> TypeGuard[int]:
+    """Whether a value of JSON is the id of a token; ``True`` is not a number."""
+    return type(value) is int and 0 <= value < 2**31
+
+
+def _is_byte(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 256
+
+
 def _report(token: int, log_prob: Any, top: dict[int, float]) -> Report:
-    """Returns a report. One that cannot be read has no numbers, so that it is counted and not judged."""
+    """Returns a report.
+
+    One that cannot be read has no numbers, so that it is counted and not judged.
+    """
     if top:
         top.setdefault(token, _number(log_prob))
     report = Report(token, _number(log_prob), top)

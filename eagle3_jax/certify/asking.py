@@ -5,13 +5,12 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from eagle3_jax.certify.source import Completion, Report, ServerError, Source
 from eagle3_jax.certify.statistics import Sampling
 
 Prompt = str | list[int]
-_NEUTRAL = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 _MOST_FAILED = 0.1  # share of the requests that may fail before the run ends
 
 
@@ -50,10 +49,25 @@ class Plan:
 
     def fields(self, request: int) -> dict[str, Any]:
         """Returns the fields of a sampled request, which has a seed of its own."""
-        warpers = {name: getattr(self.sampling, name) for name in _NEUTRAL}
+        fields = {"temperature": self.sampling.temperature, "seed": self.seed + request}
+
         # A server may refuse what it does not know, so neutral values are left to the client.
-        active = {name: value for name, value in warpers.items() if value != _NEUTRAL[name]}
-        return {"temperature": self.sampling.temperature, "seed": self.seed + request, **active}
+        for name in ("top_k", "top_p", "min_p"):
+            value = getattr(self.sampling, name)
+            if value != getattr(Sampling, name):
+                fields[name] = value
+        return fields
+
+
+class Request(NamedTuple):
+    """What is asked once: a prompt, and fields such as ``max_tokens``."""
+
+    prompt: Prompt
+    fields: Mapping[str, Any]
+
+    def with_fields(self, **fields: Any) -> Request:
+        """Returns the request with further fields, which replace those of the same name."""
+        return self._replace(fields={**self.fields, **fields})
 
 
 class Asker:
@@ -81,58 +95,47 @@ class Asker:
         asker.failures = self.failures
         return asker
 
+    def ask(self, request: Request) -> Completion:
+        """Returns the answer to one request."""
+        return self.source.complete(
+            request.prompt, num_reported=self.plan.num_reported, **request.fields
+        )
+
     def complete(
-        self,
-        name: str,
-        prompts: Sequence[Prompt],
-        fields: Callable[[int], Mapping[str, Any]],
-        *,
-        at_a_time: int = 0,
+        self, name: str, requests: Sequence[Request], *, at_a_time: int = 0
     ) -> dict[int, Completion]:
-        """Returns the answers to prompts, by number, without those that failed.
+        """Returns the answers to requests, by number, without those that failed.
 
         Args:
             name: What is asked for, for the progress.
-            prompts: The prompts.
-            fields: Returns the fields of a request by its number.
+            requests: The requests.
             at_a_time: Requests at a time; 0 for the plan's number.
         """
         size = getattr(self.source, "batch_size", 1)
         if size > 1:
-            return self._complete_batches(name, prompts, fields, size)
+            return self._complete_batches(name, requests, size)
 
-        def send(row: int) -> Completion:
-            return self.source.complete(
-                prompts[row], num_reported=self.plan.num_reported, **fields(row)
-            )
-
-        return self.each(name, len(prompts), send, at_a_time=at_a_time)
+        return self.each(
+            name, len(requests), lambda row: self.ask(requests[row]), at_a_time=at_a_time
+        )
 
     def _complete_batches(
-        self,
-        name: str,
-        prompts: Sequence[Prompt],
-        fields: Callable[[int], Mapping[str, Any]],
-        size: int,
+        self, name: str, requests: Sequence[Request], size: int
     ) -> dict[int, Completion]:
         """Returns the answers of a function that takes batches of prompts."""
-        batches = [
-            range(start, min(start + size, len(prompts))) for start in range(0, len(prompts), size)
-        ]
+        starts = range(0, len(requests), size)
 
         def send(batch: int) -> list[Completion]:
-            rows = batches[batch]
+            prompts, fields = zip(*requests[starts[batch] :][:size], strict=True)
             return self.source.complete_batch(  # type: ignore[attr-defined]
-                [prompts[row] for row in rows],
-                [fields(row) for row in rows],
-                num_reported=self.plan.num_reported,
+                prompts, fields, num_reported=self.plan.num_reported
             )
 
-        results = self.each(name, len(batches), send)
+        results = self.each(name, len(starts), send)
         return {
-            row: results[batch][row - batches[batch][0]]
-            for batch in results
-            for row in batches[batch]
+            starts[batch] + index: answer
+            for batch, answers in results.items()
+            for index, answer in enumerate(answers)
         }
 
     def score(
@@ -151,6 +154,7 @@ class Asker:
         results: dict[int, Any] = {}
         if self.stopped:
             return results
+
         num_failed = 0
         pool = concurrent.futures.ThreadPoolExecutor(at_a_time or self.plan.concurrency)
         try:
@@ -162,12 +166,15 @@ class Asker:
                 except ServerError as error:
                     self.failures.append(str(error))
                     num_failed += 1
+                    # Three failures end no run, however short.
                     if num_failed > max(3.0, _MOST_FAILED * number):
                         self.stopped = f"{num_failed} requests failed: {error}"
                         break
                 self._on_progress(f"{name}: {len(results)} of {number}")
         except KeyboardInterrupt:
+            # What was answered until then is judged.
             self.stopped = "interrupted"
         finally:
+            # Requests on their way are not waited for.
             pool.shutdown(wait=False, cancel_futures=True)
         return dict(sorted(results.items()))

@@ -9,7 +9,7 @@ import json
 import string
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from eagle3_jax import __version__
 from eagle3_jax.certify.statistics import Test
@@ -68,7 +68,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Control:
-    """The tokens that a failed test is compared with: sampled behind the same texts, where no draft reaches.
+    """The tokens that a failed test is compared with: behind the same texts, without drafts.
 
     Attributes:
         name: The failed test.
@@ -86,6 +86,14 @@ class Control:
     def is_clean(self) -> bool:
         """Whether the deviation is that of drafted tokens alone."""
         return self.has_power and self.p_value >= CONTROL_LEVEL
+
+
+class Table(NamedTuple):
+    """A table of the evidence; the first cell of a row is its name, the second its result."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,7 +148,7 @@ class Certificate:
 
     @property
     def verdict(self) -> Verdict:
-        """A failed test with a clean control decides; then fields of the request; then all that must have been seen."""
+        """A clean failure decides; then fields of the request; then what must have been seen."""
         if self._proofs:
             return Verdict.NOT_LOSSLESS
         if self._broken_fields:
@@ -159,6 +167,7 @@ class Certificate:
             return "; ".join(f"{finding.name}: {finding.detail}" for finding in self._broken_fields)
         if self._doubts:
             return "; ".join(self._doubts)
+
         errors = f"; the run would have found {' and '.join(self.sees)}" if self.sees else ""
         return f"no test found a deviation in {self.tokens:,} tokens{errors}"
 
@@ -183,6 +192,7 @@ class Certificate:
         """Failed tests of drafted tokens, where those without drafts do follow the reports."""
         if any(test.p_value < self.level for test in self.first_tokens):
             return [test for test in self._failures if test.is_controlled]
+
         clean = {control.name for control in self.controls if control.is_clean}
         return [test for test in self._failures if test.is_controlled or test.name in clean]
 
@@ -193,13 +203,15 @@ class Certificate:
     @property
     def _doubts(self) -> list[str]:
         """Why nothing can be said."""
-        first = min(self.first_tokens, key=lambda test: test.p_value, default=None)
         doubts = []
+        first = min(self.first_tokens, key=lambda test: test.p_value, default=None)
         if first is not None and first.p_value < self.level:
             doubts.append(
                 "the first tokens, which no draft reaches, do not follow the reports either"
                 f" ({first.name}: {first.detail}); the reports do not describe the sampler"
             )
+
+        # Without right reports a failed test says nothing, and has no control.
         controls = {control.name: control for control in self.controls}
         for test in self._failures if not doubts else []:
             control = controls.get(test.name)
@@ -214,6 +226,7 @@ class Certificate:
                     " the same texts that no draft reaches; the reports do not describe the"
                     " sampler"
                 )
+
         if not self._required.intersection(_SHOWN_BY.values()):
             doubts.append("no answer could be judged")
         return doubts + [
@@ -225,39 +238,33 @@ class Certificate:
         derived = {name: getattr(self, name) for name in ("headline", "reason", "level")}
         return {"verdict": str(self.verdict), **derived, **dataclasses.asdict(self)}
 
-    def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
-        """Returns the evidence as tables: title, columns and rows."""
-        judged = ["test", "result", "p", "tokens", "detail"]
-        words = {True: "ok", False: "missing"}
+    def tables(self) -> list[Table]:
+        """Returns the evidence as tables."""
+        seen = [
+            [entry.name, "ok" if entry.is_met else "missing", entry.detail]
+            for entry in self.requirements
+        ]
+        tests = [self._row(test) for test in self.tests]
+        first_tokens = [self._row(test) for test in self.first_tokens]
         controls = [
-            [
-                item.name,
-                "clean" if item.is_clean else "not clean",
-                f"{item.p_value:.2g}",
-                f"{item.tokens:,}",
-                "",
-            ]
-            for item in self.controls
+            _row_of_p_value(control, "clean" if control.is_clean else "not clean", "")
+            for control in self.controls
         ]
-        seen = [[entry.name, words[entry.is_met], entry.detail] for entry in self.requirements]
         fields = [[finding.name, finding.outcome, finding.detail] for finding in self.findings]
+
+        judged = ["test", "result", "p", "tokens", "detail"]
         tables = [
-            ("What must have been seen", ["requirement", "result", "detail"], seen),
-            ("Tokens that drafts may reach", judged, [self._row(test) for test in self.tests]),
-            (
-                "First tokens, which no draft reaches",
-                judged,
-                [self._row(test) for test in self.first_tokens],
-            ),
-            ("Tokens behind the same texts, without drafts", judged, controls),
-            ("Fields of the request", ["field", "result", "detail"], fields),
+            Table("What must have been seen", ["requirement", "result", "detail"], seen),
+            Table("Tokens that drafts may reach", judged, tests),
+            Table("First tokens, which no draft reaches", judged, first_tokens),
+            Table("Tokens behind the same texts, without drafts", judged, controls),
+            Table("Fields of the request", ["field", "result", "detail"], fields),
         ]
-        return [table for table in tables if table[2]]
+        return [table for table in tables if table.rows]
 
     def _row(self, test: Test) -> list[str]:
         """Returns the row of a test in a table."""
-        result = "failure" if test.p_value < self.level else "ok"
-        return [test.name, result, f"{test.p_value:.2g}", f"{test.tokens:,}", test.detail]
+        return _row_of_p_value(test, "failure" if test.p_value < self.level else "ok", test.detail)
 
     def write(self, directory: Path) -> None:
         """Writes ``certificate.json`` and ``certificate.html`` into a new directory."""
@@ -273,14 +280,14 @@ class Certificate:
 
     def _page(self) -> dict[str, str]:
         """Returns the values of the page's template."""
+        failed = f", {self.lost} requests failed" if self.lost else ""
+        commit = f", commit {self.commit[:10]}" if self.commit else ""
         facts = {
             **self.facts,
-            "answers": f"{self.requests}" + (f", {self.lost} requests failed" if self.lost else ""),
+            "answers": f"{self.requests}{failed}",
             "seconds": f"{self.seconds:.0f}",
             "started": self.started,
-            "eagle3-jax": (
-                f"{self.version}" + (f", commit {self.commit[:10]}" if self.commit else "")
-            ),
+            "eagle3-jax": f"{self.version}{commit}",
         }
         values = {
             "subject": str(self.facts.get("url") or self.facts.get("model")),
@@ -292,7 +299,8 @@ class Certificate:
             "command": self.command,
         }
         page = {name: html.escape(value) for name, value in values.items()}
-        page["tables"] = "\n".join(_table(*table) for table in self.tables())
+
+        page["tables"] = "\n".join(map(_html_of, self.tables()))
         page["notes"] = "\n".join(f"<li>{html.escape(note)}</li>" for note in self.notes)
         page["facts"] = "\n".join(
             f"<dt>{html.escape(name.replace('_', ' '))}</dt><dd>{html.escape(str(value))}</dd>"
@@ -302,21 +310,31 @@ class Certificate:
 
 
 def level_of(*groups: Sequence[Test], alpha: float = ALPHA) -> float:
-    """Returns the significance of one of several groups of tests, which share ``alpha`` equally."""
+    """Returns the significance of one test of several groups, which share ``alpha`` equally.
+
+    So at most ``alpha`` of all correct servers fail any of them (Bonferroni).
+    """
     return alpha / max(1, sum(len(group) for group in groups))
 
 
-def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _row_of_p_value(item: Test | Control, result: str, detail: str) -> list[str]:
+    """Returns the row of a test or a control in a table."""
+    return [item.name, result, f"{item.p_value:.2g}", f"{item.tokens:,}", detail]
+
+
+def _html_of(table: Table) -> str:
     """Returns a table of the page; a row whose result is not good is marked."""
-    titles = "".join(f'<th scope="col">{name}</th>' for name in columns)
+    titles = "".join(f'<th scope="col">{name}</th>' for name in table.columns)
     lines = []
-    for row in rows:
-        cells = [html.escape(cell) for cell in row]
+    for row in table.rows:
+        name, *cells = map(html.escape, row)
         style = ' class="failed"' if row[1] in ("failure", "missing", "failed", "not clean") else ""
-        lines.append(
-            f'<tr{style}><th scope="row">{cells[0]}</th>'
-            + "".join(f"<td>{cell}</td>" for cell in cells[1:])
-        )
-    region = f'<div class="scroll" tabindex="0" role="region" aria-label="{title}">'
+        columns = "".join(f"<td>{cell}</td>" for cell in cells)
+        lines.append(f'<tr{style}><th scope="row">{name}</th>{columns}')
+
+    region = f'<div class="scroll" tabindex="0" role="region" aria-label="{table.title}">'
     body = "\n".join(lines)
-    return f"<h2>{title}</h2>\n{region}<table>\n<thead><tr>{titles}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"
+    return (
+        f"<h2>{table.title}</h2>\n{region}<table>\n<thead><tr>{titles}</tr></thead>\n"
+        f"<tbody>\n{body}\n</tbody></table></div>"
+    )

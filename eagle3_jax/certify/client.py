@@ -1,4 +1,7 @@
-"""A client of servers that speak OpenAI's completions or chat: tokens with log-probabilities, and forced scoring."""
+"""A client of servers that speak OpenAI's completions or chat.
+
+It asks for tokens with log-probabilities, and for the scores of given tokens.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,8 @@ _SGLANG_ROUNDS = re.compile(
     r"^sglang:spec_verify_calls_total(?:\{[^}]*\})? ([\d.e+]+)$", re.MULTILINE
 )
 _POSITION = re.compile(r'position="(\d+)"')
-_NEUTRAL = {
-    "top_p": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}  # else a server's defaults count
+# Without these a server's defaults count.
+_NEUTRAL = {"top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 # Fields that are not OpenAI's own, in groups that a server refuses together.
 _SHAPE = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 _STREAM = {"stream_options": {"include_usage": True}}
@@ -52,19 +52,14 @@ _GROUPS: tuple[Collection[str], ...] = (
     _SAMPLERS,
     ("max_tokens",),
 )
-# its stream has no ids; with ignore_eos it does not write the end of text, but still reports it
+# Its stream has no ids. Without `samplers` it has those that it was started with. It is not sent
+# `ignore_eos`, with which it does not write the end of a text but still reports it.
 _LLAMA_CPP = {
     "stream": False,
     "verbose": True,
     "return_tokens": True,
     "response_fields": ["tokens"],
-    "samplers": [
-        "penalties",
-        "temperature",
-        "min_p",
-        "top_k",
-        "top_p",
-    ],  # else what the server was started with
+    "samplers": ["penalties", "temperature", "min_p", "top_k", "top_p"],
     "mirostat": 0,
     "dynatemp_range": 0.0,
 }
@@ -132,10 +127,12 @@ class Client:
         self.url = _address(url)
         self.api = api
         self.scoring = "none" if api == "chat" else ""
+        self.facts: dict[str, Any] = {}
         self._path = "/v1/chat/completions" if api == "chat" else "/v1/completions"
         self._timeout = timeout
         self._key = key or ""
         self._key_variable = key_variable
+
         headers = {"Content-Type": "application/json"}
         if key:
             if not _KEY.fullmatch(key):
@@ -144,36 +141,35 @@ class Client:
                     " key has"
                 )
             headers["Authorization"] = f"Bearer {key}"
-        # A proxy of the environment must not be asked for a server on this machine.
         context = ssl.create_default_context()  # the certificates of the system
         limits = httpx.Limits(max_connections=None)
+        # A proxy of the environment must not be asked for a server on this machine.
         self._http = httpx.Client(
             headers=headers, trust_env=False, timeout=timeout, limits=limits, verify=context
         )
+
         self._has_answered = False
         self._has_marks = False
         self._lock = threading.Lock()
+        # Sets are replaced, not changed, so that threads may read them without the lock.
         self._refused: frozenset[str] = frozenset()
         self._accepted: frozenset[str] = frozenset()
-        self.facts: dict[str, Any] = {}
+
         self.model = self._find_model(model)
         self._ask_who_it_is()
         self.is_llama_cpp = "build_info" in self.facts
-        self._harmless: int | None = (
-            (self._tokenize("a") or [None])[-1] if self.is_llama_cpp else None
-        )
+        self._harmless = (self._tokenize("a") or [None])[-1]
 
     def _find_model(self, model: str | None) -> str:
         """Returns the name of the model, and notes what the server says about it."""
         entry: dict[str, Any] = {}
         try:
             listed = self.get("/v1/models").get("data")
-            entries = (
-                [entry for entry in listed if isinstance(entry, dict)]
-                if isinstance(listed, list)
-                else []
-            )
-            entries = [entry for entry in entries if isinstance(entry.get("id"), str)]
+            entries = [
+                entry
+                for entry in (listed if isinstance(listed, list) else [])
+                if isinstance(entry, dict) and isinstance(entry.get("id"), str)
+            ]
             if not entries:
                 raise ServerError(
                     f"{self.url}/v1/models lists no model; is this a server with OpenAI's protocol?"
@@ -188,6 +184,7 @@ class Client:
         except _Missing as error:
             if model is None:
                 raise ServerError(f"{error}; name the model with --model") from None
+
         name: str = model or entry["id"]
         # Without directories of the server's machine, so that a certificate may be published.
         self._note("model", Path(name).name if name.startswith("/") else name)
@@ -197,18 +194,19 @@ class Client:
         return name
 
     def _ask_who_it_is(self) -> None:
-        for path, field in (
-            ("/version", "version"),
-            ("/props", "build_info"),
-            ("/get_server_info", "speculative_algorithm"),
-        ):
-            with contextlib.suppress(ServerError):  # each is one server's own
+        # Of vLLM, llama.cpp and SGLang; each server has one of them.
+        paths = {
+            "/version": "version",
+            "/props": "build_info",
+            "/get_server_info": "speculative_algorithm",
+        }
+        for path, field in paths.items():
+            with contextlib.suppress(ServerError):
                 values = self.get(path)
                 self._note(field, values.get(field))
                 settings = values.get("default_generation_settings")
-                self._note(
-                    "max_model_len", settings.get("n_ctx") if isinstance(settings, dict) else None
-                )
+                if isinstance(settings, dict):
+                    self._note("max_model_len", settings.get("n_ctx"))
 
     def _note(self, name: str, value: Any) -> None:
         if value and isinstance(value, str | int):
@@ -244,22 +242,26 @@ class Client:
             ServerError: The server fails, is slow, answers as another model, or leaves tokens
                 unreported.
         """
-        answer = self._ask(
-            self._body(prompt, num_reported, {"stream": True} | _STREAM, fields), fields
-        )
+        body = self._body(prompt, num_reported, {"stream": True} | _STREAM, fields)
+        answer = self._ask(body, fields)
         reports = answer.reports
         chunk_index = answer.chunk_index
         if self.is_llama_cpp and self.api == "completions" and reports:
             reports = self._complete_reports(prompt, answer.tokens, reports, num_reported)
             chunk_index = [0] * len(reports)
-        # llama.cpp counts accepted drafts behind the end of a text, too.
-        is_counted = not self.is_llama_cpp and not answer.more_texts
-        expected = {answer.num_tokens if is_counted else None}
-        expected |= {fields.get("max_tokens") if answer.finish_reason == "length" else None}
-        missing = [number for number in expected if number is not None and number > len(reports)]
-        if reports and missing:
+
+        # The number of tokens is told, or known from the limit that ended the answer. It is not
+        # that of the first choice where there are several, and llama.cpp counts accepted drafts
+        # behind the end of a text, too.
+        numbers = []
+        if not self.is_llama_cpp and not answer.more_texts:
+            numbers.append(answer.num_tokens)
+        if answer.finish_reason == "length":
+            numbers.append(fields.get("max_tokens"))
+        expected = max((number for number in numbers if number is not None), default=0)
+        if reports and expected > len(reports):
             raise ServerError(
-                f"{self.url} reports {len(reports)} of the {missing[0]} tokens of an answer; the"
+                f"{self.url} reports {len(reports)} of the {expected} tokens of an answer; the"
                 " others cannot be judged"
             )
         return Completion(
@@ -293,6 +295,7 @@ class Client:
         )
         if all(report.top for report in known):
             return known
+
         ids = self._tokenize(prompt)
         if ids is None:
             raise ServerError(
@@ -300,11 +303,9 @@ class Client:
                 " them"
             )
         return [
-            (
-                report
-                if report.top
-                else self._behind([*ids, *tokens[:position]], tokens[position], num_reported)
-            )
+            report
+            if report.top
+            else self._behind([*ids, *tokens[:position]], tokens[position], num_reported)
             for position, report in enumerate(known)
         ]
 
@@ -330,6 +331,7 @@ class Client:
         answer = completion.tokens
         if not answer:
             return []
+
         ids = completion.prompt_ids or self._tokenize(prompt)
         has_ids = ids is not None and all(token >= 0 for token in answer)
         if self.scoring != "prefixes":
@@ -342,6 +344,7 @@ class Client:
                 return scored
             if self.scoring == "echo":
                 return []
+
         if not has_ids:
             raise ServerError(
                 f"{self.url} neither scores a prompt (echo with logprobs) nor tells token ids;"
@@ -355,22 +358,20 @@ class Client:
 
     def _behind(self, prefix: Sequence[int], token: int, num_reported: int, **cache: Any) -> Report:
         """Returns the report of a token behind a prefix, where no draft reaches."""
-        reports: list[Report] = []
         # llama.cpp reports nothing about a part of a character, so another token is written instead
-        # of it.
+        # of it. The bias that writes it is not in the reports.
         for written in (token, self._harmless) if self.is_llama_cpp else (None,):
-            if not reports:
-                fields: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0}
-                if written is not None:
-                    fields["logit_bias"] = [[written, _FORCED]]  # reports are without it
-                body = self._body(prefix, num_reported, {"stream": False}, fields | cache)
-                reports = self._ask(body, fields).reports
-        if not reports:
-            raise ServerError(
-                f"{self.url} reports nothing about the token behind a prefix; nothing can be"
-                " compared"
-            )
-        return Report(token, reports[0].top.get(token, math.nan), reports[0].top)
+            fields: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0}
+            if written is not None:
+                fields["logit_bias"] = [[written, _FORCED]]
+            body = self._body(prefix, num_reported, {"stream": False}, fields | cache)
+            reports = self._ask(body, fields).reports
+            if reports:
+                top = reports[0].top
+                return Report(token, top.get(token, math.nan), top)
+        raise ServerError(
+            f"{self.url} reports nothing about the token behind a prefix; nothing can be compared"
+        )
 
     def _echo(self, prompt: str | Sequence[int], num_reported: int) -> list[Report]:
         fields = {"max_tokens": 1, "temperature": 0.0, "echo": True, "stream": False}
@@ -383,22 +384,22 @@ class Client:
             return []
 
     def apart(self) -> dict[str, Any]:
-        """Returns the fields of a request that does not read what is cached of others, as speculation left it."""
+        """Returns the fields of a request that reads nothing that speculation left in a cache."""
         if self.is_llama_cpp:
             return {"cache_prompt": False}
         return {} if "cache_salt" in self._refused else {"cache_salt": secrets.token_hex(8)}
 
     def _tokenize(self, prompt: str | Sequence[int]) -> list[int] | None:
-        """Returns the prompt's token ids, as llama.cpp tells them; ``None`` where there is no such request."""
+        """Returns the prompt's token ids, as llama.cpp tells them; ``None`` for other servers."""
         if not isinstance(prompt, str):
             return list(prompt)
         if not self.is_llama_cpp:
             return None
+
+        body = {"content": prompt, "add_special": True}
         try:
-            body = {"content": prompt, "add_special": True}
-            tokens = parse_object(self.send("/tokenize", body), f"{self.url}/tokenize").get(
-                "tokens"
-            )
+            data = self.send("/tokenize", body)
+            tokens = parse_object(data, f"{self.url}/tokenize").get("tokens")
         except ServerError:
             return None
         is_readable = isinstance(tokens, list) and all(type(token) is int for token in tokens)
@@ -425,6 +426,7 @@ class Client:
             raise ServerError(
                 "a chat takes texts, not token ids; give prompts as texts or use --api completions"
             )
+
         body |= _NEUTRAL | _SAMPLERS | manner
         if not self.is_llama_cpp:
             return body | _SHAPE | _LENGTH | fields
@@ -432,13 +434,14 @@ class Client:
         return body | {"repeat_penalty": body["repetition_penalty"]}
 
     def _ask(self, body: dict[str, Any], fields: Collection[str]) -> Answer:
-        """Sends a request without the fields that the server refuses, after finding out which they are.
+        """Sends a request without the fields that the server refuses.
 
         Args:
             body: The request.
             fields: Those of its fields that must not be left out.
         """
-        refused = self._refused.intersection(fields) - {"max_tokens"}  # which has another name then
+        # `max_tokens` has another name where it is refused.
+        refused = self._refused.intersection(fields) - {"max_tokens"}
         if refused:
             raise Refused(f"{self.url} refuses {', '.join(sorted(refused))}")
         try:
@@ -448,11 +451,12 @@ class Client:
                 return self._find_refused(body, fields)
 
     def _find_refused(self, body: dict[str, Any], fields: Collection[str]) -> Answer:
-        """Leaves out group after group of fields until a request is answered, and notes those that must be."""
+        """Leaves out group after group of fields until a request is answered, and notes these."""
         known = self._accepted | self._refused
         fixed = set(fields) - ({"max_tokens"} if self.api == "chat" else set())
         groups = [{name for name in group if name in body} - fixed - known for group in _GROUPS]
         groups = [group for group in groups if group]
+
         for number in range(len(groups) + 1):
             try:
                 answer = self._answer(body, set().union(*groups[:number]))
@@ -460,23 +464,27 @@ class Client:
             except Refused:
                 if number == len(groups):
                     raise
+
+        # The last group had to be left out; each of those before it may not have been refused.
         refused = groups[:number]
-        for group in refused[:-1]:  # the last one was necessary
+        for group in refused[:-1]:
             fewer = [other_group for other_group in refused if other_group is not group]
             with contextlib.suppress(Refused):
                 answer = self._answer(body, set().union(*fewer))
                 refused = fewer
+
         if refused:
             self._refused |= set().union(*refused)
             self.facts["refused_fields"] = sorted(self._refused)
         return answer
 
     def _answer(self, body: dict[str, Any], without: Collection[str] = ()) -> Answer:
-        """Returns the answer to a request without some fields, and without those that the server refuses."""
+        """Returns the answer to a request without some fields, and without refused ones."""
         dropped = {*without, *self._refused}
         sent = {name: value for name, value in body.items() if name not in dropped}
         if "max_tokens" in dropped:
             sent["max_completion_tokens"] = body["max_tokens"]
+
         answer = self._request(self._path, sent, self._read)
         self._accepted |= sent.keys()
         if answer.has_reasoning:
@@ -488,6 +496,8 @@ class Client:
             answer = Answer(data, address=self.url, model=self.model)
         except CutOff as error:
             raise _Passing(str(error)) from None
+
+        # A server that once ended a stream with [DONE] always does.
         if self._has_marks and data.startswith(b"data:") and not answer.is_marked:
             raise _Passing(f"{self.url} cut off a stream before its end")
         self._has_marks |= answer.is_marked
@@ -524,7 +534,8 @@ class Client:
                 data = bytearray()
                 for piece in response.iter_bytes():
                     data += piece
-                    if time.monotonic() > end:  # the timeouts of httpx are those of one read
+                    # The timeouts of httpx are those of one read.
+                    if time.monotonic() > end:
                         raise httpx.ReadTimeout("the answer is not complete")
         except httpx.TimeoutException:
             raise ServerError(
@@ -540,12 +551,14 @@ class Client:
             raise ServerError(
                 f"{self.url}{path} cannot be read ({excerpt(str(error), 200)})"
             ) from None
+
         self._has_answered = True
         if not response.is_success:
             raise self._failure(path, response, data.decode(errors="replace"))
         return bytes(data)
 
     def _failure(self, path: str, response: httpx.Response, text: str) -> ServerError:
+        """Returns the error of an answer, as one line without the key."""
         status = response.status_code
         location = response.headers.get("Location", "")
         if self._key:
@@ -553,6 +566,7 @@ class Client:
             location = location.replace(self._key, "(key)")
         text = excerpt(text, 300)
         message = f"{self.url}{path} answered {status}: {text}"
+
         if 300 <= status < 400:
             address = excerpt(location, 200).partition("?")[0].removesuffix(path)
             return ServerError(
@@ -581,6 +595,7 @@ def _address(url: str) -> str:
         is_address &= not (parts.userinfo or parts.query or parts.fragment)
     except (httpx.InvalidURL, ValueError):
         is_address = False
+
     if not is_address:
         # A name and a password in it are not repeated.
         shown = excerpt(url.rpartition("@")[2], 200)
@@ -592,7 +607,7 @@ def _address(url: str) -> str:
 
 
 def _wait(retry_after: str | None, attempt: int) -> float:
-    """Returns the seconds before the next try, from a number of seconds or a date, if there is one."""
+    """Returns the seconds before the next try: those that the server wants, if it tells."""
     seconds = math.nan
     with contextlib.suppress(ValueError, TypeError):
         seconds = float(retry_after or "")
@@ -606,9 +621,11 @@ def _wait(retry_after: str | None, attempt: int) -> float:
 
 
 def parse_counters(text: str) -> dict[str, Any]:
-    """Returns the counters of speculation in Prometheus' text format, under the names of ``SpeculationStats``."""
+    """Returns the counters in a text of Prometheus, under the names of ``SpeculationStats``."""
     counters: Counter[str] = Counter()
     per_position: Counter[int] = Counter()
+
+    # Each engine of a server has counters of its own, which are added.
     for name, labels, value in _COUNTER.findall(text):
         position = _POSITION.search(labels)
         if position is None:
@@ -617,6 +634,7 @@ def parse_counters(text: str) -> dict[str, Any]:
             per_position[int(position[1])] += int(float(value))
     for value in _SGLANG_ROUNDS.findall(text):
         counters["num_drafts"] += int(float(value))
+
     if not per_position:
         return dict(counters)
     return {

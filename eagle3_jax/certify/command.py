@@ -1,4 +1,7 @@
-"""The command line of certificates, which needs no JAX: ``python -m eagle3_jax.certify`` and ``eagle3 certify``."""
+"""The command line of certificates: ``eagle3 certify`` and ``python -m eagle3_jax.certify``.
+
+It needs no JAX.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from eagle3_jax.files.jsonl import read_rows
 
 if TYPE_CHECKING:
+    from eagle3_jax.certify.asking import Plan
     from eagle3_jax.certify.certificate import Certificate
 
 ABOUT = """Judge whether a server's speculation is lossless.
 
-Compares what the server writes with the distribution that it reports. No draft reaches the first token of an
-answer, so it shows whether the reports can be trusted. Fields of the request and states of the server follow.
+Compares what the server writes with the distribution that it reports. No draft reaches the first
+token of an answer, so it shows whether the reports can be trusted. Fields of the request and states
+of the server follow.
 
-Exits with 0 if it is lossless, with 1 if it is not or does not do what a field says, and with 3 if not all was
-seen that the verdict needs. Ctrl-C: what was answered until then is judged.
+Exits with 0 if it is lossless, with 1 if it is not or does not do what a field says, and with 3 if
+not all was seen that the verdict needs. Ctrl-C: what was answered until then is judged.
 """
 DEFAULT_PROMPTS = (
     "The three most common mistakes of beginners are",
@@ -136,7 +141,7 @@ OPTIONS = (
 
 
 class Progress:
-    """Tells on the standard error what is being asked: on one line of a terminal, else every ten seconds."""
+    """Tells on the standard error what is asked: on one line of a terminal, else now and then."""
 
     def __init__(self) -> None:
         self._stream = sys.stderr
@@ -170,10 +175,8 @@ def run(values: dict[str, Any], words: Sequence[str]) -> Certificate:
     Raises:
         ValueError: An option has an impossible value, or the server cannot be judged.
     """
-    from eagle3_jax.certify.asking import Plan
     from eagle3_jax.certify.client import Client
     from eagle3_jax.certify.examine import certify
-    from eagle3_jax.certify.statistics import Sampling
 
     if not values["requests"] + values["long_requests"] + values["greedy_requests"]:
         raise ValueError(
@@ -182,22 +185,11 @@ def run(values: dict[str, Any], words: Sequence[str]) -> Certificate:
     output: Path | None = values["output"]
     if output is not None and output.exists():
         raise ValueError(f"--output {output} exists already; name a new directory")
-    plan = Plan(
-        prompts=_read_prompts(values["prompts"])
-        if values["prompts"] is not None
-        else DEFAULT_PROMPTS,
-        sampling=Sampling(values["temperature"], values["top_k"], values["top_p"]),
-        num_requests=values["requests"],
-        num_long=values["long_requests"],
-        max_new_tokens=values["max_new_tokens"],
-        num_greedy=values["greedy_requests"],
-        num_reported=values["logprobs"],
-        concurrency=values["concurrency"],
-        seed=values["seed"],
-        speculation=values["speculation"],
-        with_fields=not values["sampling_only"],
-    )
+    plan = _plan(values)
+    # Values out of range are refused before a server is asked. What its reports are is not known
+    # yet, and those after the warpers determine any distribution.
     dataclasses.replace(plan.sampling, processed=True).check(plan.num_reported)
+
     variable = values["api_key_env"]
     access: dict[str, Any] = {
         "key": os.environ.get(variable),
@@ -212,10 +204,32 @@ def run(values: dict[str, Any], words: Sequence[str]) -> Certificate:
         certificate = certify(client, plan, plain=plain, on_progress=progress.say)
     finally:
         progress.end()
+
     certificate = dataclasses.replace(certificate, command=shlex.join(_repeating(words)))
     if output is not None:
         _write(certificate, output)
     return certificate
+
+
+def _plan(values: dict[str, Any]) -> Plan:
+    """Returns the plan of the options' values."""
+    from eagle3_jax.certify.asking import Plan
+    from eagle3_jax.certify.statistics import Sampling
+
+    file = values["prompts"]
+    return Plan(
+        prompts=DEFAULT_PROMPTS if file is None else _read_prompts(file),
+        sampling=Sampling(values["temperature"], values["top_k"], values["top_p"]),
+        num_requests=values["requests"],
+        num_long=values["long_requests"],
+        max_new_tokens=values["max_new_tokens"],
+        num_greedy=values["greedy_requests"],
+        num_reported=values["logprobs"],
+        concurrency=values["concurrency"],
+        seed=values["seed"],
+        speculation=values["speculation"],
+        with_fields=not values["sampling_only"],
+    )
 
 
 def _write(certificate: Certificate, output: Path) -> None:
@@ -228,11 +242,11 @@ def _write(certificate: Certificate, output: Path) -> None:
 
 def _repeating(words: Sequence[str]) -> list[str]:
     """Returns a command line without the directory of the report."""
-    kept_words = []
-    for index, word in enumerate(words):
-        if word.partition("=")[0] != "--output" and (index == 0 or words[index - 1] != "--output"):
-            kept_words.append(word)
-    return kept_words
+    return [
+        word
+        for before, word in zip(["", *words], words, strict=False)
+        if before != "--output" and word.partition("=")[0] != "--output"
+    ]
 
 
 def _read_prompts(path: Path) -> list[str | list[int]]:
@@ -250,25 +264,29 @@ def _read_prompts(path: Path) -> list[str | list[int]]:
 
 
 def text_of(certificate: Certificate, width: int) -> str:
-    """Returns the verdict, its evidence and the notes as lines of at most a width, where words allow it."""
+    """Returns verdict, evidence and notes as lines of at most a width, where words allow it."""
     minutes, seconds = divmod(round(certificate.seconds), 60)
     lost = f"; {certificate.lost} requests failed" if certificate.lost else ""
     lines = textwrap.wrap(f"{certificate.headline}: {certificate.reason}.", width)
-    for title, columns, rows in certificate.tables():
-        lines += ["", title, *_table([columns, *rows], width)]
-    lines += ["", f"{certificate.requests} answers in {minutes} min {seconds} s{lost}. "]
-    lines[-1] += f"A test fails below p = {certificate.level:.1g}."
+    for table in certificate.tables():
+        lines += ["", table.title, *_lines_of([table.columns, *table.rows], width)]
+    lines += [
+        "",
+        f"{certificate.requests} answers in {minutes} min {seconds} s{lost}. A test fails below"
+        f" p = {certificate.level:.1g}.",
+    ]
     return "\n".join([*lines, *certificate.notes])
 
 
-def _table(rows: Sequence[Sequence[str]], width: int) -> list[str]:
+def _lines_of(rows: Sequence[Sequence[str]], width: int) -> list[str]:
     """Returns lines of a table, whose last column is wrapped."""
     sizes = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     indent = sum(sizes) + 2 * len(sizes)
     lines = []
     for row in rows:
         cells = "".join(f"{cell:<{size}}  " for cell, size in zip(row, sizes, strict=False))
-        if indent + 24 > width:  # a narrow terminal has the detail on lines of its own
+        # A narrow terminal has the detail on lines of its own.
+        if indent + 24 > width:
             lines.append(cells.rstrip())
             lines += textwrap.wrap(row[-1], width, initial_indent="    ", subsequent_indent="    ")
         else:
@@ -315,6 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             metavar=None if option.choices else option.kind.__name__.upper(),
             help=option.help + choices + default,
         )
+
     words = list(sys.argv[1:] if arguments is None else arguments)
     values = vars(parser.parse_args(words))
     try:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from eagle3_jax.certify import texts
-from eagle3_jax.certify.asking import Asker, Plan, Prompt
+from eagle3_jax.certify.asking import Asker, Plan, Prompt, Request
 from eagle3_jax.certify.bets import VERIFIED
 from eagle3_jax.certify.certificate import Certificate, Control, Finding, Requirement, level_of
 from eagle3_jax.certify.fields import examine_fields
@@ -34,15 +34,13 @@ from eagle3_jax.certify.greedy import (
 from eagle3_jax.certify.sampled import (
     Samples,
     ask_for_samples,
-    is_sharp,
     judge_samples,
-    seen_in_words,
-    sight,
+    sight_of,
     verified_share,
 )
 from eagle3_jax.certify.source import Completion, ServerError, Source
 from eagle3_jax.certify.states import examine_states
-from eagle3_jax.certify.statistics import Draws, Test
+from eagle3_jax.certify.statistics import Draws, Sampling, Test
 from eagle3_jax.files.versions import git
 
 SAME_SEEDS = 4  # requests that are sent twice
@@ -78,6 +76,7 @@ def certify(
     """
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     clock = time.perf_counter()
+
     # Whether anything is reported, and prompts are scored, is seen before hundreds of requests are
     # sent.
     probe = source.complete(
@@ -90,6 +89,7 @@ def certify(
         )
     if probe.reports:
         plan = _with_kind_of_reports(source, plan, probe)
+
     asker = Asker(source, plan, on_progress)
     evidence = _Evidence()
     if probe.reports:
@@ -103,18 +103,20 @@ def certify(
         evidence.findings += examine_fields(asker)
     if asker.failures and not asker.answered:
         raise ServerError(asker.failures[0])
+
     lost = len(asker.failures)
+    sent = lost + asker.answered
     evidence.require("complete", not asker.stopped, asker.stopped or "every request was sent")
-    share = lost / max(1, lost + asker.answered)
     evidence.require(
-        "answered", share <= MOST_LOST, f"{lost} of {lost + asker.answered} requests failed"
+        "answered", lost / max(1, sent) <= MOST_LOST, f"{lost} of {sent} requests failed"
     )
-    request = {
+    evidence.facts |= {
         **vars(plan),
         "prompts": len(plan.prompts),
         "sampling": dataclasses.asdict(plan.sampling),
     }
     state = git()
+    commit = f"{state['commit']}{'+' if state['dirty'] else ''}" if isinstance(state, dict) else ""
     return Certificate(
         requirements=evidence.requirements,
         tests=evidence.tests,
@@ -123,16 +125,14 @@ def certify(
         findings=evidence.findings,
         sees=evidence.sees,
         notes=evidence.notes,
-        facts={**source.facts, **evidence.facts, **request},
+        facts={**source.facts, **evidence.facts},
         tokens=evidence.tokens,
         requests=asker.answered,
         lost=lost,
         is_partial=bool(asker.stopped),
         seconds=time.perf_counter() - clock,
         started=started,
-        commit=(
-            f"{state['commit']}{'+' if state['dirty'] else ''}" if isinstance(state, dict) else ""
-        ),
+        commit=commit,
     )
 
 
@@ -157,7 +157,7 @@ class _Evidence:
 
 
 def _with_kind_of_reports(source: Source, plan: Plan, probe: Completion) -> Plan:
-    """Returns the plan with what the log-probabilities are: those before temperature and warpers, or after.
+    """Returns the plan with the kind of the log-probabilities: before the warpers, or after.
 
     Raises:
         ServerError: They are neither, or there are fewer than were asked for.
@@ -174,39 +174,41 @@ def _with_kind_of_reports(source: Source, plan: Plan, probe: Completion) -> Plan
         )
     if source.scoring != "none":
         source.score(plan.prompts[0], probe, num_reported=plan.num_reported)
-    plain = dataclasses.replace(plan.sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-    if plan.sampling != plain:
-        neutral = Samples(list(plan.prompts))
-        warped = Samples(list(plan.prompts))
-        for samples, fields in (
-            (neutral, {"temperature": 1.0, "seed": plan.seed}),
-            (warped, plan.fields(0)),
-        ):
-            answer = source.complete(
-                plan.prompts[0], num_reported=plan.num_reported, max_tokens=1, **fields
+
+    neutral = dataclasses.replace(plan, sampling=Sampling(processed=plan.sampling.processed))
+    if plan.sampling != neutral.sampling:
+        before, after = (
+            source.complete(
+                plan.prompts[0], num_reported=plan.num_reported, max_tokens=1, **settings.fields(0)
             )
-            samples.answers.append((0, answer))
-        processed = _difference(neutral, warped, plan)
+            for settings in (neutral, plan)
+        )
+        processed = _are_processed(before.reports[0].top, after.reports[0].top, plan)
         if processed is None:
             raise ServerError(
                 "the reported log-probabilities are neither those before temperature, top-k, top-p"
                 " and min-p nor those after; nothing can be judged at these settings"
             )
-        plan = dataclasses.replace(
-            plan, sampling=dataclasses.replace(plan.sampling, processed=processed)
-        )
+        sampling = dataclasses.replace(plan.sampling, processed=processed)
+        plan = dataclasses.replace(plan, sampling=sampling)
     plan.sampling.check(plan.num_reported)
     return plan
 
 
-def _difference(neutral: Samples, warped: Samples, plan: Plan) -> bool | None:
-    """Returns whether the reports of a warped request are those after the warpers; ``None`` if they are neither."""
-    before = neutral.answers[0][1].reports[0].top
-    after = warped.answers[0][1].reports[0].top
+def _are_processed(before: dict[int, float], after: dict[int, float], plan: Plan) -> bool | None:
+    """Returns whether reports are those after the warpers; ``None`` if they are neither.
+
+    Args:
+        before: The report of a request at temperature 1 without warpers.
+        after: That of a request with the plan's settings.
+        plan: The plan.
+    """
     # The last ones may be tied, and the written token may be reported behind them.
     ranked = sorted(before, key=lambda token: -before[token])[: plan.num_reported - 1]
     if all(abs(before[token] - after.get(token, math.inf)) <= _RAW for token in ranked):
         return False
+
+    # Proportions are compared, since not all tokens are reported.
     log_probs = np.array([[before[token] for token in ranked]])
     expected = plan.sampling.distributions(log_probs)[0][0, :-1]
     reported = np.exp([after.get(token, -math.inf) for token in ranked])
@@ -222,12 +224,14 @@ def _judge(asker: Asker, evidence: _Evidence) -> None:
     greedy = greedy_answers(asker)
     at_half = asker.source.counters()
     samples = ask_for_samples(asker) if is_sampled else Samples([])
-    drafts_of_greedy = _rise(at_start, at_half)
-    drafts_of_samples = _rise(at_half, asker.source.counters())
-    evidence.facts |= _rise(at_start, asker.source.counters())
+    at_end = asker.source.counters()
+    drafts_of_samples = _rise(at_half, at_end)
+    evidence.facts |= _rise(at_start, at_end)
+
     if asker.source.scoring != "none":
         _measure_noise(asker, greedy if greedy.answers else samples, evidence)
     if plan.num_greedy:
+        drafts_of_greedy = _rise(at_start, at_half)
         _see_drafts("drafts of greedy tokens", plan, greedy, drafts_of_greedy, evidence)
         _judge_greedy(asker, greedy, evidence)
     if is_sampled:
@@ -245,6 +249,7 @@ def _measure_noise(asker: Asker, answers: Samples, evidence: _Evidence) -> None:
     )
     if math.isinf(noise.size):
         detail = "no token was asked for twice"
+
     evidence.require("little noise", noise.is_small, detail)
     if noise.size > _COARSE and noise.is_small:
         evidence.notes.append(
@@ -258,6 +263,7 @@ def _require_reports(groups: Sequence[Samples], evidence: _Evidence) -> None:
     num_tokens = sum(group.num_tokens for group in groups)
     num_silent = sum(group.num_silent for group in groups)
     num_answers = num_silent + sum(len(group.answers) for group in groups)
+
     is_met = (
         num_tokens > 0
         and num_unread <= MOST_UNREAD * num_tokens
@@ -280,6 +286,7 @@ def _judge_greedy(asker: Asker, greedy: Samples, evidence: _Evidence) -> None:
         return
     if not noise.is_small:
         return
+
     answers = [(greedy.prompts[number], answer) for number, answer in greedy.answers]
     scores = scores_of(asker, "scored greedy answers", answers)
     evidence.tests += judge_greedy(scores, noise)
@@ -297,7 +304,7 @@ def _require_scores(
     *,
     fewest: int,
 ) -> None:
-    """Lists that nearly all tokens behind the first ones must have been scored, and at least a number of them."""
+    """Lists that nearly all tokens behind the first ones, and a number, must have been scored."""
     num_scored = int((scores.index > 0).sum())
     num_tokens = sum(max(0, len(answer.reports) - 1) for _, answer in answers)
     is_met = num_scored >= max(fewest, (1 - MOST_UNREAD) * num_tokens)
@@ -312,12 +319,12 @@ def _judge_sampled(
     if not samples.answers:
         evidence.require("judged tokens", False, "no sampled answer has reports")
         return
-    drafted, tests, first_tokens, controls = judge_samples(asker, samples)
-    evidence.tests += tests
-    evidence.first_tokens += first_tokens
-    evidence.controls += controls
-    evidence.tokens += len(drafted.known())
-    _require_samples(asker.plan, samples, drafted, drafts, evidence)
+    judged = judge_samples(asker, samples)
+    evidence.tests += judged.tests
+    evidence.first_tokens += judged.first_tokens
+    evidence.controls += judged.controls
+    evidence.tokens += len(judged.drafted.known())
+    _require_samples(asker.plan, samples, judged.drafted, drafts, evidence)
     _score_samples(asker, samples, evidence)
     _repeat_seeds(asker, samples, evidence)
 
@@ -332,13 +339,15 @@ def _require_agreement(name: str, share: float, evidence: _Evidence) -> None:
 
 
 def _score_samples(asker: Asker, samples: Samples, evidence: _Evidence) -> None:
-    """Compares the log-probabilities of sampled answers with those of scoring, where these are of the same kind."""
+    """Compares log-probabilities of sampled answers with those of scoring, if of the same kind."""
     if evidence.noise is None or not evidence.noise.is_small or asker.plan.sampling.processed:
         return
+
     answers = [(samples.prompts[number], answer) for number, answer in samples.answers[:SCORED]]
     scores = scores_of(asker, "scored sampled answers", answers)
     evidence.tests += judge_differences(scores, evidence.noise)
     _require_scores("scored samples", scores, answers, evidence, fewest=0)
+    # A sampled token need not be the likeliest.
     differences = dataclasses.replace(scores, gaps=np.zeros_like(scores.gaps))
     _require_agreement("sampled scores", doubtful(differences, evidence.noise), evidence)
 
@@ -347,12 +356,12 @@ def _repeat_seeds(asker: Asker, samples: Samples, evidence: _Evidence) -> None:
     """Notes whether the same seed writes the same text."""
     plan = asker.plan
     number = min(SAME_SEEDS, plan.num_long, len(samples.answers))
-    prompts = [samples.prompts[prompt] for prompt, _ in samples.answers[:number]]
-    again = asker.complete(
-        "the same seeds",
-        prompts,
-        lambda row: plan.fields(row) | {"max_tokens": plan.max_new_tokens},
-    )
+    requests = [
+        Request(samples.prompts[prompt], plan.fields(row) | {"max_tokens": plan.max_new_tokens})
+        for row, (prompt, _) in enumerate(samples.answers[:number])
+    ]
+
+    again = asker.complete("the same seeds", requests)
     same = sum(answer.tokens == samples.answers[row][1].tokens for row, answer in again.items())
     if again:
         evidence.notes.append(
@@ -370,6 +379,7 @@ def _require_samples(
         f"the reports determine the distribution of {judged:,} of {num_sampled:,} sampled tokens"
     )
     evidence.require("judged tokens", judged >= max(FEWEST, LEAST_JUDGED * num_sampled), detail)
+
     first = max((test.tokens for test in evidence.first_tokens), default=0)
     evidence.require(
         "first tokens",
@@ -378,19 +388,20 @@ def _require_samples(
     )
     if not judged:
         return
+
+    # Of a run without speculation it is said what as many tokens show of a speculating server.
     share = VERIFIED if plan.speculation == "none" else verified_share(drafts, num_sampled)
     level = level_of(evidence.tests, evidence.first_tokens)
-    error, distance = sight(drafted, share=share, level=level, seed=plan.seed)
-    evidence.sees = seen_in_words(error, distance)
+    sight = sight_of(drafted, share=share, level=level, seed=plan.seed)
+    evidence.sees = sight.in_words
     detail = f"the run would have found {' and '.join(evidence.sees) or 'no error of acceptance'}"
-    is_enough = is_sharp(error, distance)
-    if not is_enough:
+    if not sight.is_sharp:
         detail += (
             "; it must find an acceptance 20 % too willing, and acceptance of every sampled draft"
             f" where draft and target are 25 % apart ({share:.0%} of the tokens were drafted): ask"
             " for more requests (--requests)"
         )
-    evidence.require("sight", is_enough, detail)
+    evidence.require("sight", sight.is_sharp, detail)
 
 
 def _rise(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
@@ -402,7 +413,7 @@ def _rise(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
 def _see_drafts(
     name: str, plan: Plan, answers: Samples, drafts: dict[str, Any], evidence: _Evidence
 ) -> None:
-    """Lists that something must have been drafted for the answers that are judged, by any sign of it."""
+    """Lists that drafts of the answers that are judged must have been seen, by any sign of them."""
     signs = [
         f"{counter} rose by {rise:,}"
         for counter, rise in drafts.items()
@@ -413,12 +424,13 @@ def _see_drafts(
     ]
     if sum(counted):
         signs.append(f"the answers tell of {sum(counted):,} drafted tokens")
-    starts = sum(position == 0 for _, answer in answers.answers for position in answer.chunk_index)
-    tokens = sum(len(answer.chunk_index) for _, answer in answers.answers)
-    if (
-        tokens > _CHUNK * starts and plan.speculation != "none"
-    ):  # a slow reader may get two tokens at once
-        signs.append(f"chunks have {tokens / starts:.2f} tokens on average")
+
+    # Without speculation a slow reader may get two tokens at once.
+    chunk_index = [position for _, answer in answers.answers for position in answer.chunk_index]
+    starts = chunk_index.count(0)
+    if len(chunk_index) > _CHUNK * starts and plan.speculation != "none":
+        signs.append(f"chunks have {len(chunk_index) / starts:.2f} tokens on average")
+
     shown = "; ".join(signs)
     match plan.speculation:
         case "none":
@@ -442,24 +454,27 @@ def _compare(asker: Asker, plain: Source, evidence: _Evidence) -> None:
     plan = asker.plan
     prompts = list(plan.prompts[: texts.PROMPTS])
     numbers = [request % len(prompts) for request in range(plan.num_requests)]
-    at_start = asker.source.counters()
-    counts = []
-    for first_seed, side in ((0, asker), (plan.num_requests, asker.for_source(plain))):
-        fields = [
-            plan.fields(first_seed + row) | {"max_tokens": texts.TOKENS}
-            for row in range(plan.num_requests)
+
+    def sample(side: Asker, first_seed: int) -> Counter:
+        requests = [
+            Request(prompts[number], plan.fields(first_seed + row) | {"max_tokens": texts.TOKENS})
+            for row, number in enumerate(numbers)
         ]
-        answers = side.complete(
-            "texts", [prompts[number] for number in numbers], fields.__getitem__
-        )
-        counts.append(Counter((numbers[row], answer.text) for row, answer in answers.items()))
+        answers = side.complete("texts", requests)
+        return Counter((numbers[row], answer.text) for row, answer in answers.items())
+
+    at_start = asker.source.counters()
+    counts = sample(asker, 0)
+    plain_counts = sample(asker.for_source(plain), plan.num_requests)  # other seeds
     drafts = _rise(at_start, asker.source.counters())
     _see_drafts("drafts of sampled tokens", plan, Samples([]), drafts, evidence)
-    comparison = texts.compare_texts(*counts)
+
+    comparison = texts.compare_texts(counts, plain_counts)
     evidence.tokens = texts.TOKENS * comparison.sample_size
     detail = f"χ² {comparison.statistic:.1f} on {comparison.degrees} degrees"
     name = f"texts of {texts.TOKENS} tokens"
     evidence.tests.append(Test(name, comparison.p_value, evidence.tokens, detail, True))
+
     evidence.sees = [
         f"a shift of {100 * comparison.shift:.0f} % between texts of {texts.TOKENS} tokens"
     ]

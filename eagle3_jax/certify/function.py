@@ -29,12 +29,13 @@ def certify_sampler(
     on_progress: Callable[[str], None] = lambda message: None,
     **options: Any,
 ) -> Certificate:
-    """Judges whether a Python function samples from the distributions that it returns, while it speculates.
+    """Judges whether a Python function that speculates samples from what it reports.
 
     Example::
 
         def sampler(prompt_ids, seed, sampling, max_new_tokens):
-            for tokens, log_probs in my_rounds(prompt_ids, seed, sampling.temperature, max_new_tokens):
+            rounds = my_rounds(prompt_ids, seed, sampling.temperature, max_new_tokens)
+            for tokens, log_probs in rounds:
                 yield tokens, log_probs  # [n], and [n V] before temperature and warpers
 
         print(certify_sampler(sampler, prompts=[[1, 2, 3], [4, 5]]).headline)
@@ -88,10 +89,12 @@ class Function:
         """Calls the function for prompts, whose fields differ in their seeds only."""
         if any(isinstance(prompt, str) for prompt in prompts):
             raise Refused("a function continues token ids, not texts")
+
         seeds = [values.get("seed", 0) for values in fields]
         settings = {name: value for name, value in fields[0].items() if name != "seed"}
         number = settings.pop("max_tokens")
         sampling = Sampling(**settings)
+
         ids: list[list[int]] = [list(prompt) for prompt in prompts]  # type: ignore[arg-type]
         if self.batch_size == 1:
             answers = [self._sampler(ids[0], seeds[0], sampling, number)]
@@ -108,7 +111,7 @@ class Function:
         """Asks for the first token behind each prefix."""
         tokens = completion.tokens
         prefixes = [[*prompt, *tokens[:position]] for position in range(len(tokens))]
-        fields = {"max_tokens": 1, "temperature": 0.0}
+        fields = {"max_tokens": 1, "temperature": 0.0}  # no draft reaches a first token
         scored = []
         for start in range(0, len(tokens), self.batch_size):
             batch = prefixes[start : start + self.batch_size]
@@ -144,7 +147,9 @@ def _completion(prompt: list[int], answer: Answer, number: int, num_reported: in
             _report(int(token), row, num_reported)
             for token, row in zip(tokens, values, strict=True)
         ]
+        # An answer that comes at once shows no rounds.
         chunk_index += range(len(tokens)) if len(rounds) > 1 else [0] * len(tokens)
+
     return Completion(
         text=" ".join(str(report.token) for report in reports[:number]),
         reports=reports[:number],
@@ -158,6 +163,5 @@ def _report(token: int, log_probs: np.ndarray, num_reported: int) -> Report:
     """Returns the report of a token from the log-probabilities ``[V]`` of its position."""
     number = min(num_reported, len(log_probs))
     likeliest = np.argpartition(-log_probs, number - 1)[:number].tolist()
-    return Report(
-        token, float(log_probs[token]), {key: float(log_probs[key]) for key in {*likeliest, token}}
-    )
+    top = {listed: float(log_probs[listed]) for listed in {*likeliest, token}}
+    return Report(token, top[token], top)

@@ -1,15 +1,15 @@
-"""Bets that a server counts tokens for penalties otherwise than it should, as speculation makes it."""
+"""Bets that a server counts tokens for penalties wrongly, as errors of speculation make it."""
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from scipy import special
 
-from eagle3_jax.certify.bets import Bet
+from eagle3_jax.certify.bets import Bet, mixture
 from eagle3_jax.certify.greedy import CERTAIN
 from eagle3_jax.certify.source import ZERO, Completion
 
@@ -47,18 +47,21 @@ def bet_on_penalties(
         right = special.log_softmax(log_probs - penalties.pop(""))
         for words, penalty in penalties.items():
             gains[words] += float(special.log_softmax(log_probs - penalty)[cell] - right[cell])
+
+        # What the bet on no penalty gains on average without one: a Kullback-Leibler divergence.
         plain = special.log_softmax(log_probs)
         nats += float(np.exp(plain) @ (plain - right))
-    log_gain = (
-        float(np.logaddexp.reduce(list(gains.values()))) - math.log(len(gains)) if gains else 0.0
-    )
-    return Bet(log_gain, max(gains, key=lambda words: gains[words], default="")), nats
+
+    if not gains:
+        return Bet(0.0, ""), nats
+    best = max(gains, key=lambda words: gains[words])
+    return Bet(mixture(list(gains.values())), best), nats
 
 
 def count_misses(
     answers: Sequence[Completion], name: str, num_reported: int
 ) -> tuple[dict[str, int], int]:
-    """Counts greedy tokens that are not the likeliest behind a penalty.
+    """Counts greedy tokens that a penalty makes less likely than another token.
 
     Args:
         answers: Greedy answers; their reports are without the penalty.
@@ -82,38 +85,46 @@ def _falls_behind(values: np.ndarray, cell: int) -> bool:
     return bool(values.max() - values[cell] > CERTAIN)
 
 
-def _positions(
-    answers: Sequence[Completion], name: str, num_reported: int
-) -> Iterator[tuple[np.ndarray, int, dict[str, np.ndarray]]]:
-    """Returns for each token among the likeliest ones their log-probabilities, its cell, and all penalties of these.
+class _Position(NamedTuple):
+    """A token that is among the likeliest ones.
 
-    The right penalties have the empty text.
+    Attributes:
+        log_probs: The log-probabilities of the likeliest tokens.
+        cell: Which of them the token is.
+        penalties: The penalties of all of them, for each way to count; the right ones have the
+            empty text.
     """
+
+    log_probs: np.ndarray
+    cell: int
+    penalties: dict[str, np.ndarray]
+
+
+def _positions(answers: Sequence[Completion], name: str, num_reported: int) -> Iterator[_Position]:
+    """Yields the tokens behind the first ones that can be judged."""
     for answer in answers:
         for index, report in enumerate(answer.reports):
             ranked = sorted(report.top, key=lambda token: -report.top[token])[:num_reported]
             ranked = [token for token in ranked if report.top[token] > ZERO]
             if not index or not report.is_readable or report.token not in ranked:
                 continue
+
             penalties: dict[str, np.ndarray] = {}
             for words, tokens in _ways_to_count(answer, index).items():
                 counts = np.array([tokens.count(token) for token in ranked])
-                penalties[words] = PENALTIES[name] * (
-                    counts if name == "frequency_penalty" else counts > 0
-                )
+                counted = counts if name == "frequency_penalty" else counts > 0
+                penalties[words] = PENALTIES[name] * counted
             penalties |= {words: strength * penalties[""] for words, strength in _STRENGTHS.items()}
-            yield (
-                np.array([report.top[token] for token in ranked]),
-                ranked.index(report.token),
-                penalties,
-            )
+
+            log_probs = np.array([report.top[token] for token in ranked])
+            yield _Position(log_probs, ranked.index(report.token), penalties)
 
 
 def _ways_to_count(answer: Completion, index: int) -> dict[str, list[int]]:
-    """Returns the tokens of an answer that a penalty counts at a position: the right ones, and those of errors."""
+    """Returns the tokens that a penalty counts at a position: rightly, and by errors."""
     tokens = answer.tokens[:index]
     chunk_index = answer.chunk_index
-    start = index - chunk_index[index]  # of the chunk
+    start = index - chunk_index[index]  # of the chunk, which is a round
     return {
         "": tokens,
         "a token counted once a round": [

@@ -1,4 +1,4 @@
-"""What a certificate asks: a server or a function that continues prompts and reports log-probabilities."""
+"""What a certificate asks: a server or function that continues and scores prompts."""
 
 from __future__ import annotations
 
@@ -38,10 +38,9 @@ class Report:
     @property
     def is_readable(self) -> bool:
         """Whether the token can be judged: every value is the logarithm of a probability."""
+        # The comparison is false for what is not a number.
         values = [self.log_prob, *self.top.values()]
-        return bool(self.top) and all(
-            value <= _LARGEST for value in values
-        )  # false for what is not a number
+        return bool(self.top) and all(value <= _LARGEST for value in values)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,7 +113,7 @@ class Source(Protocol):
         ...
 
     def apart(self) -> dict[str, Any]:
-        """Returns the fields of a request that does not read what is cached of others, as speculation left it."""
+        """Returns the fields of a request that reads nothing that speculation left in a cache."""
         ...
 
     def counters(self) -> dict[str, Any]:

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
-from scipy import stats
 
-from eagle3_jax.certify.asking import Asker, Prompt
-from eagle3_jax.certify.greedy import CERTAIN, Noise, Scores, compare, scores_of
-from eagle3_jax.certify.sampled import prompt_ids
+from eagle3_jax.certify.asking import Asker, Prompt, Request
+from eagle3_jax.certify.greedy import (
+    CERTAIN,
+    LIKELY,
+    MOST_NOISY,
+    Noise,
+    Scores,
+    compare,
+    greedy,
+    p_value_of_noisy,
+    scores_of,
+)
+from eagle3_jax.certify.sampled import prompt_ids, text_before
 from eagle3_jax.certify.source import Completion, Refused, Report, ServerError
 from eagle3_jax.certify.statistics import Test
 
@@ -28,12 +37,10 @@ _SHORTEST = 1024  # tokens below which no text is long
 _BEHIND = 32  # tokens of the answer behind it
 _CHECKED = 16  # of these, which are asked for again
 _MARGIN = 64  # tokens that are free behind a long text and its answer
-_LIKELY = -5.0  # log-probability above which reports are compared
-_MOST_NOISY = 0.01  # share of tokens that may differ by more than is certain
 
 
 def examine_states(asker: Asker, noise: Noise | None) -> list[Test]:
-    """Compares answers to the same prompt again, among others, behind an earlier answer and behind a long text.
+    """Compares answers to a prompt again, among others, behind an answer and behind a long text.
 
     Args:
         asker: Asks the server.
@@ -43,7 +50,7 @@ def examine_states(asker: Asker, noise: Noise | None) -> list[Test]:
         A test of each state; one that could not be made has no tokens.
     """
     is_scored = noise is not None and noise.is_small
-    is_comparable = noise is None or noise.is_small
+    is_comparable = noise is None or noise.is_small  # a chat is compared with itself
     states: tuple[tuple[str, bool, Callable[[Asker, str], Test]], ...] = (
         ("texts without a seed", True, _unseeded),
         ("greedy answers, again behind another", is_comparable, _again),
@@ -55,23 +62,14 @@ def examine_states(asker: Asker, noise: Noise | None) -> list[Test]:
         examine(asker, name) if is_possible else Test(name, 1.0, 0, "")
         for name, is_possible, examine in states
     ]
+    # Each compares the server with itself, so that no control is needed.
     return [dataclasses.replace(test, is_controlled=True) for test in tests]
-
-
-def _greedy(max_tokens: int) -> dict[str, Any]:
-    return {"temperature": 0.0, "max_tokens": max_tokens}
 
 
 def _again(asker: Asker, name: str) -> Test:
     """Sends greedy prompts one by one: one, another one, and the first again."""
-    plan = asker.plan
-    numbers = [
-        number % len(plan.prompts) for row in range(_AGAIN) for number in (row, row + 1, row)
-    ]
-    fields = _greedy(plan.max_new_tokens)
-    answers = asker.complete(
-        "again", [plan.prompts[number] for number in numbers], lambda row: fields, at_a_time=1
-    )
+    numbers = [number for row in range(_AGAIN) for number in (row, row + 1, row)]
+    answers = asker.complete("again", _requests(asker, numbers), at_a_time=1)
     rows = range(0, len(numbers), 3)
     pairs = [
         (answers[row], answers[row + 2]) for row in rows if row in answers and row + 2 in answers
@@ -81,17 +79,22 @@ def _again(asker: Asker, name: str) -> Test:
 
 def _at_once(asker: Asker, name: str) -> Test:
     """Sends greedy prompts one by one, and then at once."""
-    plan = asker.plan
-    prompts = [plan.prompts[row % len(plan.prompts)] for row in range(_AT_ONCE)]
-    fields = _greedy(plan.max_new_tokens)
-    by_itself = asker.complete("one by one", prompts, lambda row: fields, at_a_time=1)
-    at_once = asker.complete("at once", prompts, lambda row: fields, at_a_time=_AT_ONCE)
+    requests = _requests(asker, range(_AT_ONCE))
+    by_itself = asker.complete("one by one", requests, at_a_time=1)
+    at_once = asker.complete("at once", requests, at_a_time=_AT_ONCE)
     pairs = [(by_itself[row], at_once[row]) for row in sorted(by_itself.keys() & at_once.keys())]
     return _agreement(name, pairs)
 
 
+def _requests(asker: Asker, numbers: Iterable[int]) -> list[Request]:
+    """Returns greedy requests for prompts by number, which start again behind the last one."""
+    plan = asker.plan
+    fields = greedy(plan.max_new_tokens)
+    return [Request(plan.prompts[number % len(plan.prompts)], fields) for number in numbers]
+
+
 def _agreement(name: str, pairs: Sequence[tuple[Completion, Completion]]) -> Test:
-    """Compares pairs of greedy answers to the same prompts up to where they fork, which must be a tie."""
+    """Compares pairs of greedy answers up to where they fork, which must be at a tie."""
     number = 0
     distances = [0.0]
     gaps = []
@@ -102,18 +105,25 @@ def _agreement(name: str, pairs: Sequence[tuple[Completion, Completion]]) -> Tes
             number += 1
             distances.append(_distance(report, again))
             if report.token != again.token:
-                gaps.append(report.log_prob - report.top.get(again.token, min(report.top.values())))
+                # A token that is not reported is at most as likely as the least of the reported.
+                likelihood = report.top.get(again.token, min(report.top.values()))
+                gaps.append(report.log_prob - likelihood)
                 break
-    wrong = [gap for gap in gaps if gap > CERTAIN]
-    detail = f"{len(gaps)} of {len(pairs)} fork, {'all' if not wrong else len(gaps) - len(wrong)} at ties"
-    detail += f"; log-probabilities differ by up to {max(distances):.2g}"
-    return Test(name, 0.0 if wrong or max(distances) > CERTAIN else 1.0, number, detail)
+
+    num_wrong = sum(gap > CERTAIN for gap in gaps)
+    tied = len(gaps) - num_wrong if num_wrong else "all"
+    detail = (
+        f"{len(gaps)} of {len(pairs)} fork, {tied} at ties; log-probabilities differ by up to"
+        f" {max(distances):.2g}"
+    )
+    is_wrong = num_wrong > 0 or max(distances) > CERTAIN
+    return Test(name, 0.0 if is_wrong else 1.0, number, detail)
 
 
 def _distance(report: Report, again: Report) -> float:
-    """Returns the largest difference of two reports of the same position, among their likely tokens."""
+    """Returns the largest difference of two reports of a position, among their likely tokens."""
     tokens = report.top.keys() & again.top.keys()
-    likely = [token for token in tokens if max(report.top[token], again.top[token]) > _LIKELY]
+    likely = [token for token in tokens if max(report.top[token], again.top[token]) > LIKELY]
     return max((abs(report.top[token] - again.top[token]) for token in likely), default=0.0)
 
 
@@ -127,13 +137,11 @@ def _second_turns(asker: Asker, name: str) -> Test:
     def converse(row: int) -> tuple[Prompt, Completion] | None:
         prompt = plan.prompts[row % len(plan.prompts)]
         fields = {"temperature": 1.0, "max_tokens": plan.max_new_tokens, "seed": plan.seed + row}
-        first = asker.source.complete(prompt, num_reported=plan.num_reported, **fields)
-        ids = prompt_ids(prompt, first)
-        text: Prompt = f"{prompt}{first.text}" if ids is None else [*ids, *first.tokens]
+        first = asker.ask(Request(prompt, fields))
+        ids = text_before(prompt, first, len(first.tokens))
+        text: Prompt = f"{prompt}{first.text}" if ids is None else ids
         try:
-            return text, asker.source.complete(
-                text, num_reported=plan.num_reported, **_greedy(_TURN_TOKENS)
-            )
+            return text, asker.ask(Request(text, greedy(_TURN_TOKENS)))
         except Refused:  # too long
             return None
 
@@ -147,19 +155,23 @@ def _judge(name: str, scores: Scores) -> Test:
     number = len(scores.gaps)
     wrong = int((scores.gaps > CERTAIN).sum())
     different = int((scores.differences > CERTAIN).sum())
-    p_value = float(stats.binom.sf(different - 1, number, _MOST_NOISY)) if different else 1.0
-    detail = f"{wrong} are not the likeliest; {different} differ by more than {CERTAIN}, at most {_MOST_NOISY:.0%} may"
-    return Test(name, 0.0 if wrong else p_value, number, detail)
+    detail = (
+        f"{wrong} are not the likeliest; {different} differ by more than {CERTAIN}, at most"
+        f" {MOST_NOISY:.0%} may"
+    )
+    return Test(name, 0.0 if wrong else p_value_of_noisy(different, number), number, detail)
 
 
 def _unseeded(asker: Asker, name: str) -> Test:
     """Sends a sampled prompt without a seed, one request at a time, whose texts must not repeat."""
-    prompts = [asker.plan.prompts[0]] * _UNSEEDED
     fields = {"temperature": 1.0, "max_tokens": _UNSEEDED_TOKENS}
-    answers = asker.complete("without a seed", prompts, lambda row: fields, at_a_time=1).values()
+    requests = [Request(asker.plan.prompts[0], fields)] * _UNSEEDED
+    answers = asker.complete("without a seed", requests, at_a_time=1).values()
     readable = [
         answer for answer in answers if all(report.is_readable for report in answer.reports)
     ]
+
+    # Two requests write a same text of probability x with probability x, for each of the pairs.
     counts = Counter(tuple(answer.tokens) for answer in readable)
     repeated = [answer.log_prob for answer in readable if counts[tuple(answer.tokens)] > 1]
     p_value = min(1.0, math.comb(len(readable), 2) * math.exp(max(repeated))) if repeated else 1.0
@@ -168,41 +180,45 @@ def _unseeded(asker: Asker, name: str) -> Test:
 
 
 def _long_text(asker: Asker, name: str) -> Test:
-    """Asks for a greedy answer behind a long text, and for some of its tokens again behind their own prefixes."""
+    """Asks for a greedy answer behind a long text, and for its tokens again behind prefixes."""
     nothing = Test(name, 1.0, 0, "")
     known = asker.source.facts.get("max_model_len")
     length = min(known, _LONGEST) if isinstance(known, int) else _LONGEST
     answer: Completion | None = None
     unit = _unit(asker)
     text: list[int] = []
+
+    # Not every server tells its longest text; one that refuses a text may take half of it.
     while unit and answer is None and length >= _SHORTEST // 2:
         free = length - _BEHIND - _MARGIN
         text = (unit * math.ceil(free / len(unit)))[:free]
-        result = asker.each(
-            "long text", 1, lambda row, text=text: _send(asker, text), at_a_time=1
-        ).get(0)
+        send = functools.partial(_answer_or_error, asker, Request(text, greedy(_BEHIND)))
+        result = asker.each("long text", 1, send, at_a_time=1).get(0)
         if isinstance(result, Completion):
             answer = result
         elif not isinstance(result, Refused):  # slow, perhaps
             return nothing
         length //= 2
-    if answer is None or not answer.reports:
+    # Where the end of a text cannot be ignored, the answer may have no second token.
+    if answer is None or len(answer.reports) < 2:
         return nothing
+
     positions = np.unique(np.linspace(1, len(answer.tokens) - 1, _CHECKED).astype(int)).tolist()
-    prefixes: list[Prompt] = [[*text, *answer.tokens[:position]] for position in positions]
-    behind = asker.complete("behind a long text", prefixes, lambda row: _greedy(1))
+    prefixes = [Request([*text, *answer.tokens[:position]], greedy(1)) for position in positions]
+    behind = asker.complete("behind a long text", prefixes)
     values = []
     for row, first in behind.items():
         decoded = answer.reports[positions[row]]
         top = first.reports[0].top if first.reports else {}
         values += compare([decoded], [Report(decoded.token, top.get(decoded.token, math.nan), top)])
-    test = _judge(name, Scores(*np.array(values).reshape(-1, 3).T))
+    test = _judge(name, Scores.of(values))
     return dataclasses.replace(test, detail=f"{len(text):,} tokens; {test.detail}")
 
 
-def _send(asker: Asker, text: list[int]) -> Completion | ServerError:
+def _answer_or_error(asker: Asker, request: Request, row: int) -> Completion | ServerError:
+    """Returns an error as a result, so that it does not count as a failed request."""
     try:
-        return asker.source.complete(text, num_reported=asker.plan.num_reported, **_greedy(_BEHIND))
+        return asker.ask(request)
     except ServerError as error:
         return error
 
@@ -210,6 +226,7 @@ def _send(asker: Asker, text: list[int]) -> Completion | ServerError:
 def _unit(asker: Asker) -> list[int]:
     """Returns the token ids that a long text repeats; none where they are not told."""
     prompts = asker.plan.prompts[:16]
-    answers = asker.complete("ids of the prompts", prompts, lambda row: _greedy(1))
+    requests = [Request(prompt, greedy(1)) for prompt in prompts]
+    answers = asker.complete("ids of the prompts", requests)
     units = [prompt_ids(prompts[row], answer) for row, answer in answers.items()]
     return [token for ids in units if ids is not None for token in ids]

@@ -1,8 +1,8 @@
 """Tests whether tokens follow the distributions that were reported for their positions.
 
 A token is sampled after everything before it is known. So under a correct sampler its place in the
-reported distribution is uniform on [0, 1] and independent of all earlier places, whatever the
-prompts and the drafts.
+reported distribution is uniform on [0, 1] and independent of all earlier places (Rosenblatt, 1952),
+whatever the prompts and the drafts.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ PLACES = 20  # cells of the test of places
 PAIR_PLACES = 5  # cells of each place of a pair
 FEWEST = 200  # tokens below which a group is not judged on its own
 LAST_COUNTED = 6  # tokens are counted behind texts of at most this many tokens after the prompt
-_EDGE = (
-    1e-4  # difference of log-probabilities at which rounding may decide what belongs to a nucleus
-)
+# difference of log-probabilities at which rounding may decide what belongs to a nucleus
+_EDGE = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +65,9 @@ class Sampling:
                 f" {self.top_p}, min-p {self.min_p}; expected a temperature above 0, top-k of at"
                 " least 0, top-p in (0, 1], min-p in [0, 1)"
             )
+
+        # A nucleus is a share of the whole distribution. The reports give its total if they are of
+        # this distribution, or hold all that top-k keeps.
         is_whole = self.temperature == 1 and self.top_k == 0 and self.min_p == 0
         reported_all = 0 < self.top_k <= num_reported
         if self.top_p < 1 and not (self.processed or is_whole or reported_all):
@@ -79,7 +81,7 @@ class Sampling:
     def distributions(
         self, log_probs: np.ndarray, *, edge: float = _EDGE
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the distributions that tokens are sampled from, and which of them the reports determine.
+        """Returns the distributions that tokens are sampled from, and which are determined.
 
         Args:
             log_probs: ``[n L]`` reported log-probabilities, the likeliest first; ``-inf`` where
@@ -93,32 +95,39 @@ class Sampling:
         """
         is_determined = np.ones(len(log_probs), bool)
         probs = np.exp(log_probs)
-        is_exhausted = (log_probs <= ZERO).any(
-            axis=1
-        )  # no token beyond the reported ones has a probability
+        # Behind a reported token of probability 0 no other has a probability.
+        is_exhausted = (log_probs <= ZERO).any(axis=1)
         others = np.where(is_exhausted, 0.0, np.maximum(1 - probs.sum(axis=1), 0))
         if self.processed:
             return np.column_stack([probs, others]), is_determined
+
+        # Temperature, min-p, top-k and top-p follow in vLLM's order. At another temperature only
+        # the proportions of the reported tokens are known.
         if self.temperature != 1 or self.top_k > 0:
             probs = special.softmax(log_probs / self.temperature, axis=1)
             others = np.full(len(probs), math.nan)
+
         if self.min_p > 0:
             distance = np.log(np.maximum(probs, 1e-300)) - np.log(self.min_p * probs[:, :1])
             is_determined &= (np.abs(distance) > edge).all(axis=1)
             probs = _kept(probs, distance > 0)
             others = np.where(distance[:, -1] > 0, math.nan, 0.0)
+
         if 0 < self.top_k <= log_probs.shape[1]:
             if self.top_k < log_probs.shape[1]:
                 is_determined &= log_probs[:, self.top_k - 1] - log_probs[:, self.top_k] > edge
             probs = _kept(probs, np.arange(log_probs.shape[1]) < self.top_k)
             others = np.zeros(len(probs))
+
         if self.top_p < 1:
             before = probs.cumsum(axis=1) - probs
             is_determined &= (np.abs(before - self.top_p) > edge).all(axis=1)
+
             # A nucleus that does not end among the reported tokens holds all of these, in their
             # proportions.
             others = np.where(probs.sum(axis=1) > self.top_p + edge, 0.0, math.nan)
             probs = _kept(probs, before < self.top_p)
+
         return np.column_stack([probs, others]), is_determined
 
 
@@ -129,13 +138,16 @@ def _kept(probs: np.ndarray, is_kept: np.ndarray) -> np.ndarray:
 
 
 def resolution(log_probs: np.ndarray) -> float:
-    """Returns the distance of neighbouring reported values in nats, if they lie on a grid; else 0."""
+    """Returns the distance of neighbouring values in nats if these are on a grid; else 0."""
     values = np.abs(log_probs[(log_probs > ZERO) & (log_probs != 0)])
     if len(values) < FEWEST:
         return 0.0
+
     for digits in (1, 2, 3, 4):
         if np.allclose(values * 10**digits, np.round(values * 10**digits), rtol=0, atol=1e-6):
             return 10.0**-digits
+
+    # A bfloat16 is a float32 whose last 16 bits are 0; neighbours differ by 2⁻⁷ relatively.
     is_bfloat16 = not (values.astype(np.float32).view(np.uint32) & 0xFFFF).any()
     return float(2.0**-7 * values.mean()) if is_bfloat16 else 0.0
 
@@ -200,6 +212,7 @@ class Draws:
         probs, is_determined = sampling.distributions(
             np.where(is_readable[:, None], log_probs, 0), edge=edge
         )
+
         lengths = [len(answer) for answer in answers]
         draws = cls(
             probs=probs,
@@ -275,29 +288,39 @@ def judge(draws: Draws, *, seed: int = 0) -> list[Test]:
     draws = draws.known()
     if not len(draws):
         return []
-    num_excluded = int(_is_excluded(draws).sum())
+
+    # Where only the proportions of the reported tokens are known, theirs is the distribution.
     probs = np.nan_to_num(draws.probs)
     total = probs.sum(axis=1, keepdims=True)
     probs = probs / np.maximum(total, 1e-300)
+
+    # A token covers a piece of [0, 1], in which its place is random.
     before = np.where(np.arange(probs.shape[1]) < draws.cells[:, None], probs, 0).sum(axis=1)
     numbers = np.random.default_rng(seed).random(len(draws))
     within = np.take_along_axis(probs, draws.cells[:, None], axis=1)[:, 0]
     places = np.clip(before + numbers * within, 0, 1 - 1e-12)
+
     tests = [
         _uniform("places in the distribution", places),
         _likelihood(probs, draws.cells),
         *_unreported(draws),
         _favoured(draws, probs),
     ]
+
+    num_excluded = int(_is_excluded(draws).sum())
     if num_excluded:
         detail = f"{num_excluded} tokens of probability 0 were written"
         tests.append(Test("excluded tokens", 0.0, num_sampled, detail))
+
+    # An error of the acceptance rule shows at the positions of a round unequally.
     for position in np.unique(draws.chunk_index) if draws.chunk_index.any() else []:
         chosen = draws.chunk_index == position
         if chosen.sum() >= FEWEST:
             tests.append(_uniform(f"places, token {position + 1} of a chunk", places[chosen]))
+
     tests += [_pairs(draws, places), _contexts(draws, probs)]
-    if np.ptp(draws.index):  # whole texts
+    has_whole_texts = np.ptp(draws.index) > 0
+    if has_whole_texts:
         tests.append(_repetitions(draws, within))
     return [test for test in tests if test.tokens]
 
@@ -325,10 +348,11 @@ def _uniform(name: str, places: np.ndarray, num_cells: int = PLACES) -> Test:
 
 
 def _likelihood(probs: np.ndarray, cells: np.ndarray) -> Test:
-    """Compares the log-probabilities of the tokens with their expectation, which sees text that is too sure."""
+    """Compares log-probabilities with their expectation, which sees text that is too sure."""
     contrast = Contrast()
     contrast.add_log_probabilities(probs, cells)
     tokens = len(cells) if contrast.is_normal else 0
+
     often = "often" if contrast.total > 0 else "seldom"
     likeliest = (cells == 0).mean() if tokens else 0
     expected = probs[:, 0].mean() if tokens else 0
@@ -344,10 +368,13 @@ def _unreported(draws: Draws) -> Iterator[Test]:
     masses = draws.probs[:, -1]
     can_be = ~(draws.probs[:, :-1] == 0).any(axis=1) & ~np.isnan(masses)
     masses = masses[can_be]
-    rounding = draws.coarseness / 2  # of each reported probability, relatively
     expected = float(masses.sum())
+
+    # A log-probability may be off by half of the grid's distance, so a probability by that share.
+    rounding = draws.coarseness / 2
     if not len(masses) or expected + rounding * len(masses) < 1:
         return
+
     count = int((draws.cells[can_be] == draws.ids.shape[1]).sum())
     # A binomial bounds the tails of a sum of unlike Bernoulli variables with the same mean
     # (Hoeffding, 1956).
@@ -363,12 +390,14 @@ def _unreported(draws: Draws) -> Iterator[Test]:
 
 
 def _pairs(draws: Draws, places: np.ndarray) -> Test:
-    """Compares pairs of consecutive places with independent uniform ones, as reused random numbers are not."""
+    """Compares pairs of consecutive places with independent ones, as reused numbers do not give."""
+    # Every token is in at most one pair, so that pairs are independent of one another.
     first = np.flatnonzero(
         (draws.requests[:-1] == draws.requests[1:])
         & (draws.index[:-1] + 1 == draws.index[1:])
         & (draws.index[:-1] % 2 == 1)
     )
+
     rows = (places[first] * PAIR_PLACES).astype(int)
     columns = (places[first + 1] * PAIR_PLACES).astype(int)
     cells = (PAIR_PLACES * rows + columns + 0.5) / PAIR_PLACES**2
@@ -376,7 +405,7 @@ def _pairs(draws: Draws, places: np.ndarray) -> Test:
 
 
 def _favoured(draws: Draws, probs: np.ndarray) -> Test:
-    """Bets that acceptance favours or neglects a token at each position, as that of a deterministic draft."""
+    """Bets that acceptance favours or neglects one token behind each text: the draft."""
     bet = bet_on_one_token(probs, draws.cells, draws.texts)
     return Test("one token too often, by bets", bet.p_value, len(draws), bet.detail)
 
@@ -394,7 +423,7 @@ def _contexts(draws: Draws, probs: np.ndarray) -> Test:
 
 
 def counts_behind_texts(draws: Draws, probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns for each text that came more than once the counts of the tokens behind it, and its distribution.
+    """Returns for each text that came more than once the counts behind it, and its distribution.
 
     Both are ``[texts C]``. The distribution is that of the text's first token; the others' cells
     are found by ids.
@@ -404,6 +433,7 @@ def counts_behind_texts(draws: Draws, probs: np.ndarray) -> tuple[np.ndarray, np
         draws.texts[chosen], return_index=True, return_inverse=True, return_counts=True
     )
     rows = chosen[first]
+
     is_token = draws.ids[rows[number]] == draws.tokens[chosen, None]
     cells = np.where(is_token.any(axis=1), is_token.argmax(axis=1), draws.ids.shape[1])
     counts = np.zeros((len(rows), probs.shape[1]))
@@ -412,7 +442,7 @@ def counts_behind_texts(draws: Draws, probs: np.ndarray) -> tuple[np.ndarray, np
 
 
 def _repetitions(draws: Draws, within: np.ndarray) -> Test:
-    """Tests whether requests of the same prompt, with unlike seeds, wrote the same text although it was unlikely.
+    """Tests whether requests of a prompt, with unlike seeds, wrote the same unlikely text.
 
     Two of them write a same text of probability at most ``x`` with probability at most ``x``.
     """
@@ -424,6 +454,8 @@ def _repetitions(draws: Draws, within: np.ndarray) -> Test:
         prompt = int(draws.prompts[rows[0]])
         texts[prompt, draws.tokens[rows].tobytes()].append(float(log_probs[rows].sum()))
         requests[prompt] += 1
+
+    # The bound of one pair, times the number of pairs (Bonferroni).
     repeated = [max(values) for values in texts.values() if len(values) > 1]
     pairs = sum(math.comb(number, 2) for number in requests.values())
     p_value = min(1.0, pairs * math.exp(min(repeated, default=0.0)))
@@ -432,7 +464,10 @@ def _repetitions(draws: Draws, within: np.ndarray) -> Test:
 
 
 def number_texts(prompts: Sequence[int], answers: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Numbers the text before each token of each answer; -1 where it has more than ``LAST_COUNTED`` tokens."""
+    """Numbers the text before each token of each answer.
+
+    A text of more than ``LAST_COUNTED`` tokens behind the prompt has the number -1.
+    """
     numbers: dict[tuple[int, ...], int] = {}
     counted = []
     for prompt, answer in zip(prompts, answers, strict=True):

@@ -48,6 +48,7 @@ def compare_texts(first: Counter, second: Counter) -> TextComparison:
     statistic = 0.0
     degrees = 0
     for prompt in {prompt for prompt, _ in first}:
+        # The statistics of independent tables add up, and so do their degrees.
         table = _table(_of_prompt(first, prompt), _of_prompt(second, prompt))
         if table.shape[1] > 1 and table.sum(axis=1).all():
             result = stats.chi2_contingency(table, correction=False)
@@ -61,7 +62,7 @@ def _of_prompt(counts: Counter, prompt: int) -> dict[str, int]:
 
 
 def _table(first: dict[str, int], second: dict[str, int]) -> np.ndarray:
-    """Returns the counts of texts in two samples ``[2 C]``; the last cell holds those that are seldom seen."""
+    """Returns the counts of texts in two samples ``[2 C]``; the last cell holds the rare ones."""
     texts = first | second
     counts = np.array([[sample.get(text, 0) for text in texts] for sample in (first, second)])
     is_common = counts.sum(axis=0) >= _LEAST

@@ -1,4 +1,4 @@
-"""Counts against a distribution, sums against their expectation, and what deviation would have been seen."""
+"""Counts against a distribution, sums against an expectation, and what would have been seen."""
 
 from __future__ import annotations
 
@@ -15,12 +15,18 @@ _LEAST = 10.0  # smallest expected count of a cell
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """Counted outcomes compared with their exact distribution: p-values, and the empirical total variation distance.
+    """Counted outcomes compared with their exact distribution.
 
-    ``impossible`` are the counted outcomes of probability 0, which make all p-values 0.
-    ``statistic`` is Pearson's, on ``degrees`` degrees of freedom. ``single_outcome`` is the p-value
-    of the outcome that deviates most, for all outcomes together, and ``farthest`` describes that
-    outcome.
+    Attributes:
+        draws: Number of outcomes.
+        distance: Empirical total variation distance.
+        chi_square: P-value of Pearson's test.
+        g_test: P-value of the likelihood ratio test.
+        statistic: Pearson's statistic.
+        degrees: Its degrees of freedom.
+        single_outcome: P-value of the outcome that deviates most, for all outcomes together.
+        farthest: That outcome, in words.
+        impossible: The counted outcomes of probability 0, which make all p-values 0.
     """
 
     draws: int
@@ -45,7 +51,10 @@ class Fit:
             return f"{len(self.impossible)} outcomes of probability 0, as {self.impossible[0]}"
         if self.single_outcome < self.chi_square:
             return self.farthest
-        return f"chi-square {self.statistic:.1f} on {self.degrees} degrees of freedom, {self.draws} outcomes"
+        return (
+            f"chi-square {self.statistic:.1f} on {self.degrees} degrees of freedom,"
+            f" {self.draws} outcomes"
+        )
 
 
 def fit_counts(counts: np.ndarray, expected: np.ndarray) -> Fit:
@@ -63,6 +72,7 @@ def fit_counts(counts: np.ndarray, expected: np.ndarray) -> Fit:
     impossible = np.flatnonzero((counts > 0) & (masses == 0))
     if impossible.size:
         return Fit(draws, distance, impossible=tuple(impossible.tolist()))
+
     ranked = np.argsort(-masses, kind="stable")[: np.count_nonzero(masses)]
     observed = counts[ranked].astype(float)
     masses = masses[ranked]
@@ -72,10 +82,16 @@ def fit_counts(counts: np.ndarray, expected: np.ndarray) -> Fit:
         stats.binom.cdf(observed, draws, masses), stats.binom.sf(observed - 1, draws, masses)
     )
     index = int(tails.argmin())
-    farthest = f"{ranked[index]} came {observed[index]:.0f} times in {draws}; expected {draws * masses[index]:.1f}"
+    farthest = (
+        f"{ranked[index]} came {observed[index]:.0f} times in {draws}; expected"
+        f" {draws * masses[index]:.1f}"
+    )
     single_outcome = min(1.0, 2 * len(tails) * float(tails[index]))
+
+    # Pearson's statistic is nearly chi-square where each cell expects about ten.
     frequent = np.count_nonzero(draws * masses >= _LEAST)
     rare = draws * masses[frequent:].sum()
+
     # The rare outcomes are one cell. If they are too few even together, they join the rarest of the
     # frequent ones.
     starts = np.arange(max(1, frequent + (rare >= _LEAST)))
@@ -83,6 +99,7 @@ def fit_counts(counts: np.ndarray, expected: np.ndarray) -> Fit:
     expected = np.add.reduceat(masses, starts)
     if len(starts) == 1:
         return Fit(draws, distance, 1.0, 1.0, 0.0, 0, single_outcome, farthest)
+
     expected *= draws / expected.sum()
     pearson = stats.power_divergence(observed, expected, lambda_="pearson")
     likelihood = stats.power_divergence(observed, expected, lambda_="log-likelihood")
@@ -100,7 +117,10 @@ def fit_counts(counts: np.ndarray, expected: np.ndarray) -> Fit:
 
 @dataclasses.dataclass
 class Contrast:
-    """A sum of scores whose expectation is zero, and of their variances: one test, to which all tokens contribute."""
+    """A sum of scores whose expectation is zero, and of their variances: one test of all tokens.
+
+    Under a correct sampler the scores are a martingale's differences, so the sum is nearly normal.
+    """
 
     total: float = 0.0
     variance: float = 0.0
@@ -137,8 +157,9 @@ class Contrast:
 
 
 def smallest_deviation(tokens: int, degrees: int, *, alpha: float) -> float:
-    """Returns the relative root mean square deviation of cell probabilities that is detected with 90 % power.
+    """Returns the smallest relative deviation of cell probabilities that is found with 90 % power.
 
+    It is a root mean square.
     With ``p'(x | s) = p(x | s) (1 + ε(x, s))`` Pearson's statistic over the cells ``(s, x)`` is a
     noncentral chi-square of noncentrality ``tokens · Σ p ε²``. If a stratum mixes several
     distributions, a deviation that they share is detected at least as well. The test fails at the

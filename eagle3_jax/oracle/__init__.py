@@ -1,4 +1,4 @@
-"""Files with which any engine, in any language, tests its own verification of drafts: ``eagle3 oracle OUT``.
+"""``eagle3 oracle OUT``: files with which any engine, in any language, tests its verification.
 
 ``README.md`` defines every array and every rule. ``check.py`` computes the verdicts again by numpy
 alone. Both are copied into the folder. ``docs/oracle.md`` says how an engine uses them.

@@ -1,8 +1,7 @@
 """Computes the verdicts of every case again, from the definitions of README.md, by numpy alone.
 
-python check.py FOLDER                          # the folder agrees with the definitions python
-check.py FOLDER --verdicts MINE.npz      # arrays of your engine do, named CASE.ARRAY, as
-block.next_token
+python check.py FOLDER                        # the folder agrees with the definitions
+python check.py FOLDER --verdicts MINE.npz    # arrays of your engine, such as block.next_token, do
 """
 
 import functools
@@ -17,14 +16,14 @@ RESULTS = ("p", "path", "num_accepted", "next_token", "text", "length", "cache_l
 
 
 def changed(case: dict, logits: np.ndarray, output: list, prompt: np.ndarray) -> np.ndarray:
-    """Logits after grammar mask, biases, penalties and min-p; minus infinity everywhere below a forbidden token."""
-    automaton = np.vstack(
-        [case["automaton"], np.full(len(logits), -1)]
-    )  # the state -1 allows nothing
+    """Logits after grammar mask, biases, penalties and min-p; minus infinity where forbidden."""
+    size = len(logits)
+    automaton = np.vstack([case["automaton"], np.full(size, -1)])  # the state -1 allows nothing
     state = functools.reduce(lambda state, token: automaton[state, token], output, 0)
     z = np.where(automaton[state] >= 0, logits + case["bias"], -np.inf)
-    counts = np.bincount(output, minlength=len(z))
-    occurred = counts + np.bincount(prompt, minlength=len(z)) > 0
+
+    counts = np.bincount(output, minlength=size)
+    occurred = counts + np.bincount(prompt, minlength=size) > 0
     z = np.where(occurred, np.where(z > 0, z / case["repetition"], z * case["repetition"]), z)
     z = z - case["presence"] * (counts > 0) - case["frequency"] * counts
     return np.where(z >= z.max() + np.log(case["min_p"]), z, -np.inf)
@@ -45,11 +44,12 @@ def warped(z: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.nd
 
 
 def token_rule(row: dict, about: dict) -> tuple[list, np.ndarray]:
-    """Leviathan et al. (2023), algorithm 1; with siblings the rounds of SpecInfer (Miao et al., 2023)."""
+    """Leviathan et al. (2023), algorithm 1; siblings as in SpecInfer (Miao et al., 2023)."""
     path = [0]
     target = row["p"][0]
     for node, token in enumerate(row["tokens"]):
         if node > 0 and row["valid"][node] and row["parents"][node] == path[-1]:
+            # u · q(x) < p(x) accepts; a rejection leaves the normalized max(p - q, 0).
             if row["accept"][node] * row["q"][node][token] < target[token]:
                 path.append(node)
                 target = row["p"][node]
@@ -60,12 +60,12 @@ def token_rule(row: dict, about: dict) -> tuple[list, np.ndarray]:
 
 
 def block_rule(row: dict, about: dict) -> tuple[list, np.ndarray]:
-    """Block verification of a chain (Sun et al., 2024): the last token that passes ends the accepted prefix."""
+    """Block verification of a chain (Sun et al., 2024): the last token to pass ends the path."""
     survival = np.ones(len(row["tokens"]))
     for node, token in enumerate(row["tokens"][1:], 1):
-        survival[node] = min(
-            1.0, survival[node - 1] * row["p"][node - 1][token] / row["q"][node][token]
-        )
+        ratio = row["p"][node - 1][token] / row["q"][node][token]
+        survival[node] = min(1.0, survival[node - 1] * ratio)
+
     following = np.vstack([row["q"][1:], 0 * row["q"][:1]])
     masses = np.maximum(survival[:, None] * row["p"] - following, 0)
     total = masses.sum(axis=1)
@@ -75,7 +75,7 @@ def block_rule(row: dict, about: dict) -> tuple[list, np.ndarray]:
 
 
 def typical_rule(row: dict, about: dict) -> tuple[list, np.ndarray]:
-    """Typical acceptance (Cai et al., 2024): the longest path of typical tokens, the likeliest of several."""
+    """Typical acceptance (Cai et al., 2024): the longest path of typical tokens, the likeliest."""
     paths = {0: (0, 0.0, [0])}
     for node, token in enumerate(row["tokens"]):
         parent = row["parents"][node]
@@ -85,6 +85,7 @@ def typical_rule(row: dict, about: dict) -> tuple[list, np.ndarray]:
         if parent in paths and row["valid"][node] and is_typical:
             length, score, path = paths[parent]
             paths[node] = (length + 1, score + np.log(p[token]), [*path, node])
+
     path = max(paths.values(), key=lambda entry: entry[:2])[2]
     return path[1:], row["p"][path[-1]] == row["p"][path[-1]].max()  # the likeliest token follows
 
@@ -98,36 +99,36 @@ def expected(case: dict) -> dict:
     out = {name: np.full(case[name].shape, -1.0 if name == "path" else 0.0) for name in RESULTS}
     out["text"] = case["text"].copy()
     out["length"][0] = case["prompt_length"] + 1  # the forward pass of the prompt gave a token
+
     for r, b in np.ndindex(case["num_accepted"].shape):
-        row = {
-            name: case[name][r, b] for name in ("tokens", "parents", "valid", "accept", "choose")
-        }
+        drafts = ("tokens", "parents", "valid", "accept", "choose")
+        row = {name: case[name][r, b] for name in drafts}
         known = case["length"][r, b]
         prompt, output = np.split(case["text"][b, :known], [case["prompt_length"][b]])
         texts = [[*output]]
         for node, token in enumerate(row["tokens"][1:], 1):
             texts.append([*texts[row["parents"][node]], token])
+
+        # The target's distribution after each node, and what the node was sampled from.
         logits = case["logits"][r, b].astype(float)
         settings = [case[name][b] for name in ("temperature", "top_k", "top_p")]
-        row["p"] = np.array(
-            [warped(changed(case, z, texts[n], prompt), *settings) for n, z in enumerate(logits)]
-        )
-        row["q"] = (
-            case["q"][r, b].astype(float) if "q" in case else np.eye(logits.shape[1])[row["tokens"]]
-        )
+        after_node = [changed(case, z, texts[n], prompt) for n, z in enumerate(logits)]
+        row["p"] = np.array([warped(z, *settings) for z in after_node])
+        points = np.eye(logits.shape[1])[row["tokens"]]
+        row["q"] = case["q"][r, b].astype(float) if "q" in case else points
+
         path, masses = RULES[about["rule"]](row, about)
-        emitted = [
-            *row["tokens"][path],
-            np.argmax(np.cumsum(masses) > row["choose"] * masses.sum()),
-        ]
+        next_token = np.argmax(np.cumsum(masses) > row["choose"] * masses.sum())
+        emitted = [*row["tokens"][path], next_token]
         out["p"][r, b] = row["p"]
         out["path"][r, b, : len(path)] = path
         out["num_accepted"][r, b] = len(path)
-        out["next_token"][r, b] = emitted[-1]
+        out["next_token"][r, b] = next_token
         out["text"][b, known : known + len(emitted)] = emitted
         out["length"][r + 1, b] = known + len(emitted)
         scores = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
         out["logprobs"][r, b, : len(emitted)] = scores[[0, *path], emitted]
+
     out["cache_length"] = out["length"] - 1  # the last token has not run through the target
     return out
 
@@ -136,35 +137,32 @@ def fault(array: np.ndarray, truth: np.ndarray | None) -> str:
     """Returns where an array differs first, in words; empty if it agrees."""
     if truth is None or array.shape != truth.shape:
         return "has another name or shape than in README.md"
-    wrong = [
-        tuple(index)
-        for index in np.argwhere(~np.isclose(array, truth, rtol=0, atol=TOLERANCE)).tolist()
-    ]
-    return (
-        f"{list(wrong[0])} is {array[wrong[0]]:.6g}, expected {truth[wrong[0]]:.6g}"
-        if wrong
-        else ""
-    )
+    is_wrong = ~np.isclose(array, truth, rtol=0, atol=TOLERANCE)
+    for index in map(tuple, np.argwhere(is_wrong).tolist()):
+        return f"{list(index)} is {array[index]:.6g}, expected {truth[index]:.6g}"
+    return ""
 
 
 def main() -> int:
-    """Prints a line for each case; returns 0 if something was compared and all of it agrees, 2 on misuse, else 1."""
-    if (len(sys.argv), *sys.argv[2:3]) not in ((2,), (4, "--verdicts")) or not Path(
-        sys.argv[-1]
-    ).exists():
+    """Prints a line for each case. Returns 0 if all of it agrees, 2 on misuse, else 1."""
+    is_usage = (len(sys.argv), *sys.argv[2:3]) in ((2,), (4, "--verdicts"))
+    if not is_usage or not Path(sys.argv[-1]).exists():
         return print(__doc__, file=sys.stderr) or 2
+
     engine = dict(np.load(sys.argv[3])) if sys.argv[3:] else {}
     lines = []
     for path in sorted(Path(sys.argv[1], "cases").glob("*.npz")):
         case = dict(np.load(path))
         verdicts = {name: engine.pop(name) for name in [*engine] if name.split(".")[0] == path.stem}
         arrays = verdicts if sys.argv[3:] else {name: case[name] for name in RESULTS}
-        truth = expected(case) if arrays else {}
-        faults = {
-            name: fault(array, truth.get(name.split(".")[-1])) for name, array in arrays.items()
-        }
-        listed = "; ".join(f"{name} {text}" for name, text in faults.items() if text)
-        lines += [f"{path.stem}: {listed or 'agrees'}"] if arrays else []
+        if arrays:
+            truth = expected(case)
+            pairs = {
+                name: (array, truth.get(name.split(".")[-1])) for name, array in arrays.items()
+            }
+            faults = [f"{name} {text}" for name, pair in pairs.items() if (text := fault(*pair))]
+            lines.append(f"{path.stem}: {'; '.join(faults) or 'agrees'}")
+
     lines += [f"{name}: no such case" for name in engine]
     print("\n".join(lines or ["nothing to compare"]))
     return int(not lines or any(not line.endswith(": agrees") for line in lines))

@@ -135,7 +135,10 @@ def _write_head(directory: Path, method: str, layout: str, config: Any) -> None:
 
 
 def _random(shapes: Any, seed: int) -> Any:
-    """Returns parameters: ones for norms, zeros for biases, else normal numbers over the square root of the inputs."""
+    """Returns parameters: ones for norms, zeros for biases, else normal numbers.
+
+    These are divided by the square root of the number of inputs.
+    """
     random = np.random.default_rng(seed)
 
     def draw(path: tuple[Any, ...], leaf: Any) -> np.ndarray:
@@ -152,13 +155,14 @@ def _embedding() -> np.ndarray:
 
 
 def _count(step: int) -> np.ndarray:
-    """Returns an output matrix that finds the token ``step`` after the one whose embedding it reads."""
+    """Returns an output matrix that finds the token ``step`` after the one that it reads."""
     return np.ascontiguousarray(np.roll(_embedding(), step, axis=0).T)
 
 
 def _read_last_token(method: str, head: dict[str, Any], ids: np.ndarray) -> None:
     """Makes a head read the embedding of the last token, where the method has a way for it."""
     read = np.eye(_WIDTH, dtype=np.float32)
+    # What is not the embedding of the last token has a small part, so that drafts differ.
     if method in ("eagle1", "mtp"):
         head["fc"]["kernel"] = np.concatenate([read, 0.3 * head["fc"]["kernel"][_WIDTH:]])
     elif method in ("eagle3", "p-eagle"):

@@ -1,4 +1,4 @@
-"""Writes the folder: tiny models, rounds that were decoded with them, a page and a program that checks them."""
+"""Writes the folder: tiny models, rounds decoded with them, a page, and a program that checks."""
 
 from __future__ import annotations
 
@@ -231,6 +231,7 @@ def write_oracle(out: Path, say: Callable[[str], Any] = lambda step: None) -> No
         models.mkdir()
         write_models(models)
         target = load_target(models / "target")
+
         (folder / "cases").mkdir()
         for name, case in CASES.items():
             say(name)
@@ -238,6 +239,7 @@ def write_oracle(out: Path, say: Callable[[str], Any] = lambda step: None) -> No
             if case.head != "ngram":
                 drafter = load_drafter(models / case.head, target=target)
             np.savez_compressed(folder / "cases" / f"{name}.npz", **_arrays(case, target, drafter))
+
         for name in ("README.md", "check.py"):
             shutil.copy(Path(__file__).parent / name, folder / name)
 
@@ -246,7 +248,7 @@ def write_oracle(out: Path, say: Callable[[str], Any] = lambda step: None) -> No
 
 
 class _Recorded(Verdict, kw_only=True):
-    """A verdict with what decided it: the uniforms, and the target's distributions after all changes."""
+    """A verdict with what decided it: the uniforms, and the target's changed distributions."""
 
     accept: Float[Array, "B N"]
     choose: Float[Array, "B U"]
@@ -280,6 +282,7 @@ class _Recorder:
         verdict = self.rule(
             draft, logits, sampling, keys, sampling_mode=sampling_mode, max_depth=max_depth
         )
+        # The rule takes the same uniforms from the same keys.
         accept, choose = verification_uniforms(keys, *logits.shape[1:])
         has_distribution = jnp.max(logits, axis=-1, keepdims=True) > -jnp.inf
         p = jnp.where(has_distribution, probabilities(logits, sampling), 0.0)
@@ -292,14 +295,18 @@ def _arrays(case: Case, target: LoadedTarget, drafter: LoadedDrafter) -> dict[st
     arrays = {name: np.stack([latest[name] for latest in rounds]) for name in rounds[0]}
     prompt_length = np.array([len(prompt) for prompt in _PROMPTS], np.int32)
     arrays["prompt_length"] = prompt_length
+    # Texts only grow, so the last one holds all; lengths tell what each round knew.
     arrays["text"] = arrays["text"][-1, :, : arrays["length"].max()]
     arrays["length"] = np.concatenate([prompt_length[None] + 1, arrays["length"]])
     arrays["cache_length"] = np.concatenate([prompt_length[None], arrays["cache_length"]])
+
+    # Forward passes over whole texts, which share no cache and no mask with what decided.
     arrays["logits"] = _plain_logits(target, arrays)
     arrays["logprobs"] = _log_probabilities(arrays)
     if case.features:
         arrays["features"] = _plain_features(target, drafter.drafter.aux_layers, arrays["text"])
     arrays |= case.settings()
+
     about = {
         "describes": case.describes,
         "head": case.head,
@@ -318,18 +325,16 @@ def _decode(
     shape: dict[str, Any] = {"tree": case.shape}
     if isinstance(case.shape, Chain):
         shape = {"num_speculative_tokens": case.shape.num_speculative_tokens}
+    draft_sampling = "probabilistic" if case.sampled else "greedy"
     decoder = SpeculativeDecoder(
         with_processors(target, *case.processors()),
         drafter,
-        draft_sampling=None
-        if case.head == "ngram"
-        else "probabilistic"
-        if case.sampled
-        else "greedy",
+        draft_sampling=None if case.head == "ngram" else draft_sampling,
         verifier=_Recorder(case.verifier),
         stop_tokens=(),
         **shape,
     )
+
     most = 2 + _ROUNDS * (1 + case.shape.max_depth)
     # Cases with and without top-k share a program.
     mode = SamplingMode.TRUNCATED if any(case.temperature) else SamplingMode.GREEDY
@@ -337,6 +342,7 @@ def _decode(
     state = decoder.prefill(
         _PROMPTS, max_new_tokens=most, sampling=case.sampling(), sampling_mode=mode
     )
+
     rounds = []
     for _ in range(_ROUNDS):
         latest = loops.step(loop, decoder.params, state)
@@ -353,7 +359,7 @@ def _decode(
 
 
 def _plain_logits(target: LoadedTarget, arrays: dict[str, np.ndarray]) -> np.ndarray:
-    """Returns the logits after each node, by a forward pass over its whole text without a cache or a tree."""
+    """Returns the logits after each node, by a pass over its text without a cache or a tree."""
     tokens = arrays["tokens"]
     texts = np.zeros((*tokens.shape, _LONGEST), np.int32)
     last = np.zeros(tokens.shape, np.int32)
@@ -367,12 +373,12 @@ def _plain_logits(target: LoadedTarget, arrays: dict[str, np.ndarray]) -> np.nda
         texts[index][:known] = arrays["text"][row[1], :known]
         texts[index][known : known + len(path)] = path[::-1]
         last[index] = known + len(path) - 1
+
     flat = texts.reshape(-1, _LONGEST)
     output = _forward(target.model, target.params, flat)
     final = np.asarray(output.final)[np.arange(len(flat)), last.ravel()]
-    return np.asarray(target.model.unembed(target.params, jnp.asarray(final))).reshape(
-        *tokens.shape, -1
-    )
+    logits = target.model.unembed(target.params, jnp.asarray(final))
+    return np.asarray(logits).reshape(*tokens.shape, -1)
 
 
 def _plain_features(

@@ -1,14 +1,18 @@
-"""The statistics of certificates: distributions from reports, false alarms, and injected errors that are found."""
+"""The statistics of certificates: distributions from reports, false alarms, and injected errors."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import types
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from faulty_sampler import CORRECT, FAULTS, NUM_PROMPTS, Fault, FaultySampler, draw
 from scipy import stats
 
+from eagle3_jax.acceptance import verify
 from eagle3_jax.certify.bets import (
     ERRORS,
     VERIFIED,
@@ -16,9 +20,9 @@ from eagle3_jax.certify.bets import (
     dirichlet_gain,
     smallest_error,
 )
-from eagle3_jax.certify.faulty import FAULTS, Fault, FaultySampler
 from eagle3_jax.certify.statistics import Draws, Sampling, Test, judge, number_texts, resolution
 from eagle3_jax.measure.frequencies import ALPHA, fit_counts
+from eagle3_jax.types import Draft
 
 LEVEL = ALPHA / 20
 REPORTED = np.log([[0.4, 0.3, 0.2]])  # two more tokens have 0.06 and 0.04
@@ -109,6 +113,7 @@ def test_a_correct_sampler_gives_p_values_that_are_uniform_or_larger() -> None:
     for seed in range(200):
         for test in judged(sampler.draws(64, 16, seed=seed), seed):
             below.setdefault(test.name, []).append(test.p_value)
+
     for name, p_values in below.items():
         assert min(p_values) > 1e-5, name
         for limit in (0.01, 0.05, 0.2):
@@ -130,6 +135,47 @@ def test_a_bet_on_one_token_gains_nothing_on_average_from_a_correct_sampler(
     assert average == pytest.approx(1)
 
 
+@pytest.mark.parametrize("fault", [CORRECT, Fault(likeliest=True)], ids=["sampled", "likeliest"])
+def test_a_correct_round_is_the_acceptance_rule_of_the_library(fault: Fault) -> None:
+    """The same random numbers accept the same drafts and sample the same token behind them."""
+    sampler = FaultySampler(fault)
+    rows = 512
+    prompts = np.arange(rows) % NUM_PROMPTS
+    rng = np.random.default_rng(0)
+    last = rng.integers(64, size=rows)
+    draft, accept = rng.random((2, 3, rows))
+    choose = rng.random(rows)
+
+    # A round takes these for each position; a correct sampler reads nothing from the zeros.
+    of_positions = zip(draft, accept, [choose] * 3, np.zeros((3, rows)), strict=True)
+    numbers = itertools.chain(*of_positions, [choose])
+    emitted, counts = sampler._round(
+        prompts, last, types.SimpleNamespace(random=lambda size: next(numbers))
+    )
+
+    tokens = [last]
+    q = [np.zeros((rows, 64))]
+    for uniform in draft:
+        q.append(sampler.draft[prompts, tokens[-1]])
+        tokens.append(draw(sampler.draft_source[prompts, tokens[-1]], uniform))
+    p = np.stack([sampler.target[prompts, token] for token in tokens], axis=1)
+    chain = Draft(
+        tokens=jnp.asarray(np.stack(tokens, axis=1)),
+        parents=jnp.tile(jnp.arange(-1, 3), (rows, 1)),
+        valid=jnp.ones((rows, 4), bool),
+        probs=jnp.asarray(np.stack(q, axis=1)),
+    )
+    verdict = verify(
+        chain,
+        jnp.asarray(p),
+        accept=jnp.asarray(np.vstack([choose, accept]).T),  # the root's is not read
+        choose=jnp.asarray(choose[:, None]),
+        max_depth=3,
+    )
+    assert np.array_equal(counts - 1, verdict.num_accepted)
+    assert np.array_equal(emitted[np.arange(rows), counts - 1], verdict.next_token)
+
+
 @pytest.mark.parametrize(
     "name", ["one random number to accept and to redraw", "likeliest draft, 20 % too willing"]
 )
@@ -146,7 +192,7 @@ def test_the_exact_distribution_of_a_fault_is_that_of_its_tokens(name: str) -> N
 
 
 def test_the_fewest_tokens_of_an_error_are_those_of_a_coin() -> None:
-    """Of two tokens the draft has 1/2 and comes with 0.55: (6.4 σ / shift)² = (6.4 · 0.5 / 0.05)² tokens."""
+    """The draft has 1/2 and comes with 0.55: (6.4 σ / shift)² = (6.4 · 0.5 / 0.05)² tokens."""
     sampler = FaultySampler(
         Fault(likeliest=True, willing=1.1), vocab_size=2, num_speculative_tokens=40
     )
@@ -186,13 +232,14 @@ def test_an_error_with_the_likeliest_draft_is_found_with_four_times_the_fewest_t
 
 
 def test_the_named_error_would_have_been_found() -> None:
-    """In 9 of 10 runs of as many tokens, where the draft is the likeliest token of four of five positions."""
+    """In 9 of 10 runs of as many tokens, with the likeliest draft at four of five positions."""
     rng = np.random.default_rng(0)
     number = 6000
     p = rng.dirichlet(np.ones(6), number)
     p = -np.sort(-p, axis=1)
     error = smallest_error(p, [entry for entry in ERRORS if entry.willing > 1], level=LEVEL)
     assert error is not None
+
     num_found = 0
     for _ in range(20):
         is_drafted = rng.random(number) < VERIFIED
@@ -219,43 +266,41 @@ def test_a_grid_of_reports_is_recognised(values: np.ndarray, expected: float) ->
     assert resolution(values) == expected
 
 
+def p_values_of(p: np.ndarray, tokens: np.ndarray, **columns: np.ndarray) -> dict[str, float]:
+    """Judges tokens that are all sampled from ``p``."""
+    number = len(tokens)
+    zeros = np.zeros(number, int)
+    ids = np.tile(np.arange(len(p) - 1), (number, 1))
+    draws = Draws(np.tile(p, (number, 1)), ids, tokens, prompts=zeros, chunk_index=zeros, **columns)
+    return {test.name: test.p_value for test in judge(draws)}
+
+
 def test_reused_random_numbers_are_found_in_pairs() -> None:
     """Each place is uniform, but consecutive ones are equal."""
     rng = np.random.default_rng(0)
     number = np.repeat(rng.random(4000), 2)
-    tokens = (number[:, None] > np.cumsum([0.25, 0.25, 0.25])).sum(axis=1)
-    index = np.tile([1, 2], 4000)
-    draws = Draws(
-        probs=np.tile([0.25, 0.25, 0.25, 0.25], (8000, 1)),
-        ids=np.tile([0, 1, 2], (8000, 1)),
-        tokens=tokens,
-        prompts=np.zeros(8000, int),
+    p_values = p_values_of(
+        np.full(4, 0.25),
+        (number[:, None] > np.cumsum([0.25, 0.25, 0.25])).sum(axis=1),
         requests=np.repeat(np.arange(4000), 2),
-        index=index,
-        chunk_index=np.zeros(8000, int),
+        index=np.tile([1, 2], 4000),
         texts=np.full(8000, -1),
     )
-    p_values = {test.name: test.p_value for test in judge(draws)}
     assert p_values["pairs of places"] < LEVEL
     assert p_values["places in the distribution"] > 1e-4
 
 
 def test_a_bias_that_cancels_over_ranks_is_found_behind_the_same_text() -> None:
-    """Half of the texts prefer the likeliest token, the others avoid it: places are uniform on average."""
+    """Half of the texts prefer the likeliest token, half avoid it; places look uniform."""
     rng = np.random.default_rng(0)
     number = 20_000
     text = rng.integers(0, 2, number)
-    tokens = (rng.random(number) > np.where(text, 0.55, 0.45)).astype(int)
-    draws = Draws(
-        probs=np.tile([0.5, 0.5, 0.0], (number, 1)),
-        ids=np.tile([0, 1], (number, 1)),
-        tokens=tokens,
-        prompts=text,
+    p_values = p_values_of(
+        np.array([0.5, 0.5, 0.0]),
+        (rng.random(number) > np.where(text, 0.55, 0.45)).astype(int),
         requests=np.arange(number),
         index=np.ones(number, int),
-        chunk_index=np.zeros(number, int),
         texts=text,
     )
-    p_values = {test.name: test.p_value for test in judge(draws)}
     assert p_values["counts behind the same text"] < LEVEL
     assert p_values["places in the distribution"] > 1e-4

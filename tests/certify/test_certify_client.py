@@ -1,4 +1,4 @@
-"""The client of ``eagle3 certify`` against a local server: complete answers, or errors of one line."""
+"""The client of ``eagle3 certify`` against a local server: whole answers, or errors of one line."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_server import UNREADABLE, FakeServer, serving
+from faulty_sampler import FaultySampler
 
 from eagle3_jax.certify import client as client_module
 from eagle3_jax.certify.client import Client, parse_counters
-from eagle3_jax.certify.faulty import FaultySampler
-from eagle3_jax.certify.source import Refused, ServerError
+from eagle3_jax.certify.source import Completion, Refused, ServerError
 
 FIELDS = {"num_reported": 20, "max_tokens": 12, "temperature": 1.0, "seed": 3}
 NOT_OPENAIS = {
@@ -44,6 +44,14 @@ def written(server: FakeServer, prompt: int = 1, seed: int = 3) -> tuple[list[in
     return tokens[0].tolist(), chunk_index[0].tolist()
 
 
+def answers_at_once(client: Client, prompt: Any, number: int) -> list[Completion]:
+    """The answers to a prompt with as many seeds, each asked for by a thread of its own."""
+    with concurrent.futures.ThreadPoolExecutor(number) as pool:
+        return list(
+            pool.map(lambda seed: client.complete(prompt, **FIELDS | {"seed": seed}), range(number))
+        )
+
+
 def failure(act: Callable[[], Any], kind: type[ServerError] = ServerError) -> str:
     """The one line of an error."""
     with pytest.raises(kind) as raised:
@@ -61,6 +69,7 @@ def test_an_answer_is_what_the_sampler_writes_and_its_reports_are_the_targets(
     assert (
         answer.prompt_ids == [1] and answer.finish_reason == "length" and answer.num_drafted is None
     )
+
     sampler = server.sampler
     distributions = [sampler.first[1], *sampler.target[1, answer.tokens[:-1]]]
     for report, distribution in zip(answer.reports, distributions, strict=True):
@@ -266,11 +275,13 @@ def test_no_mangled_answer_raises_anything_but_a_server_error(
     server.manners.mangle = lambda data: mangled(data, rng)
     answers = []
     messages = []
+
     for seed in range(200):
         try:
             answers.append(client.complete("1", **FIELDS | {"seed": seed}))
         except ServerError as error:
             messages.append(str(error))
+
     assert answers and messages and not any("\n" in message for message in messages)
     assert all(len(answer.tokens) in (0, 12) for answer in answers)
 
@@ -297,8 +308,10 @@ def test_vllms_minus_infinity_stays(server: FakeServer) -> None:
     client = Client(server.url)
     choice = {"text": "a", "finish_reason": "stop", "index": 0}
     choice["logprobs"] = {
-        "tokens": ["token_id:7"], "token_logprobs": [-9999.0], "top_logprobs": [{"token_id:7": -9999.0}],
-    }  # fmt: skip
+        "tokens": ["token_id:7"],
+        "token_logprobs": [-9999.0],
+        "top_logprobs": [{"token_id:7": -9999.0}],
+    }
     server.manners.mangle = lambda _: json.dumps({"choices": [choice]}).encode()
     (report,) = client.complete([1], **FIELDS).reports
     assert report.is_readable and report.log_prob == -9999.0
@@ -321,6 +334,7 @@ def test_a_text_that_ends_early_has_all_its_reports(server: FakeServer) -> None:
     assert f"reports {position} of the {position + 1} tokens" in failure(
         lambda: client.complete([1], stop=[stop], **FIELDS)
     )
+
     server.manners.leaves_out = False
     answer = client.complete([1], stop=[stop], **FIELDS)
     assert (
@@ -343,6 +357,7 @@ def test_every_field_is_sent_at_its_neutral_value_and_the_callers_own_replace_th
         "stream_options": {"include_usage": True},
     }
     assert neutral.items() <= server.requests[-1].items()
+
     client.complete([1], top_k=3, ignore_eos=False, presence_penalty=1.5, **FIELDS)
     assert {"top_k": 3, "ignore_eos": False, "presence_penalty": 1.5}.items() <= server.requests[
         -1
@@ -361,6 +376,7 @@ def test_fields_that_are_refused_are_left_out_and_named(server: FakeServer, api:
     assert client.facts["refused_fields"] == sorted(
         shape | samplers
     )  # not what is between these groups
+
     number = len(server.requests)
     client.complete("1", **FIELDS)
     assert (
@@ -373,16 +389,12 @@ def test_all_fields_that_are_not_openais_can_be_refused(server: FakeServer) -> N
     server.manners.refused_fields = NOT_OPENAIS | {"max_tokens"}
     server.manners.chat_tokens = "bytes"
     client = Client(server.url, api="chat")
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        seeds = range(32)
-        answers = list(
-            pool.map(lambda seed: client.complete("1", **FIELDS | {"seed": seed}), seeds)
-        )
+    answers = answers_at_once(client, "1", 32)
     assert set(client.facts["refused_fields"]) == server.manners.refused_fields
     assert server.requests[-1]["max_completion_tokens"] == 12
-    for seed, answer in zip(seeds, answers, strict=True):
-        tokens = [0] * 12
-        tokens[: len(answer.tokens)] = written(server, seed=seed)[0][: len(answer.tokens)]
+
+    for seed, answer in enumerate(answers):
+        tokens = written(server, seed=seed)[0][: len(answer.tokens)]
         assert answer.text == "".join(f" {token}" for token in tokens if token)
 
 
@@ -411,6 +423,7 @@ def test_a_request_that_is_refused_for_itself_leaves_fields_as_they_were(
 
 @pytest.mark.parametrize("names", ["ids", "bytes", "texts"])
 def test_a_chat_reports_what_a_completion_does(server: FakeServer, names: str) -> None:
+    """Tokens of equal texts, such as parts of a character, are told apart by their bytes."""
     expected = Client(server.url).complete("1", **FIELDS)
     server.manners.chat_tokens = names
     client = Client(server.url, api="chat")
@@ -420,19 +433,13 @@ def test_a_chat_reports_what_a_completion_does(server: FakeServer, names: str) -
     assert [report.log_prob for report in answer.reports] == [
         report.log_prob for report in expected.reports
     ]
+
     ids: dict[int, int] = {}
     for report, expected_report in zip(answer.reports, expected.reports, strict=True):
         assert sorted(report.top.values()) == sorted(expected_report.top.values())
         assert report.top[report.token] == report.log_prob
         assert (report.token >= 0) == (names == "ids")
         assert ids.setdefault(report.token, expected_report.token) == expected_report.token
-
-
-def test_tokens_of_a_chat_with_equal_texts_are_told_by_their_bytes(server: FakeServer) -> None:
-    """Such as parts of a character, whose texts are all the same."""
-    server.manners.chat_tokens = "bytes"  # the text of each is "x"
-    answer = Client(server.url, api="chat").complete("1", **FIELDS)
-    assert len(set(answer.tokens)) == len(set(written(server)[0]))
 
 
 def test_what_a_chat_cannot_do_is_one_line(server: FakeServer) -> None:
@@ -473,10 +480,10 @@ def test_a_key_that_is_wanted_or_refused_is_not_shown(server: FakeServer) -> Non
         " --api-key-env"
     )
     assert message in failure(lambda: Client(server.url, key_variable="MY_KEY"))
-    shown = failure(
-        lambda: Client(server.url, key="open-barley", key_variable="MY_KEY")
-    )  # the server repeats it
+    # The server repeats a wrong key.
+    shown = failure(lambda: Client(server.url, key="open-barley", key_variable="MY_KEY"))
     assert message in shown and "barley" not in shown
+
     client = Client(server.url, key="sesame")
     client.complete([1], **FIELDS)
     assert "sesame" not in repr(client) + json.dumps(client.facts)
@@ -511,6 +518,7 @@ def test_scores_are_the_targets_and_read_no_shared_cache(
     assert client.score([1], answer, num_reported=20) == answer.reports
     assert client.scoring == ("echo" if echoes else "prefixes")
     assert client.facts.get("refused_fields", []) == sorted(refused)
+
     server.requests.clear()
     client.score([1], answer, num_reported=20)
     salts = [request.get("cache_salt") for request in server.requests]
@@ -546,10 +554,12 @@ def test_llama_cpp_is_asked_for_what_it_withholds_and_told_all_of_its_samplers(
         and "penalties" in request["samplers"]
         and request["mirostat"] == 0
     )
+
     answer = client.complete("1", **FIELDS)
     tokens, chunk_index = written(server)
     assert answer.tokens == tokens and all(report.is_readable for report in answer.reports)
     assert answer.num_drafted == np.count_nonzero(chunk_index)
+
     server.requests.clear()
     assert client.score("1", answer, num_reported=20) == answer.reports
     assert client.scoring == "echo" or all(
@@ -578,14 +588,9 @@ def test_sglang_counts_rounds() -> None:
 
 
 def test_hundreds_of_threads_share_a_client(server: FakeServer) -> None:
-    client = Client(server.url)
-    with concurrent.futures.ThreadPoolExecutor(200) as pool:
-        answers = list(
-            pool.map(lambda seed: client.complete([1], **FIELDS | {"seed": seed}), range(200))
-        )
-    assert [answer.tokens for answer in answers] == [
-        written(server, seed=seed)[0] for seed in range(200)
-    ]
+    answers = answers_at_once(Client(server.url), [1], 200)
+    for seed, answer in enumerate(answers):
+        assert answer.tokens == written(server, seed=seed)[0]
 
 
 @pytest.mark.parametrize(
@@ -611,10 +616,7 @@ def test_a_field_that_is_ignored_changes_what_is_written(
 
     def texts() -> list[str]:
         seeds = range(16)
-        return [
-            client.complete([1], **FIELDS | {"seed": seed, "max_tokens": 12} | fields).text
-            for seed in seeds
-        ]
+        return [client.complete([1], **FIELDS | {"seed": seed} | fields).text for seed in seeds]
 
     honest = texts()
     server.manners.ignored_fields = {name}

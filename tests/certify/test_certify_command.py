@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 from fake_server import FakeServer, serving
+from faulty_sampler import FAULTS, PROMPTS, FaultySampler
 
 from eagle3_jax.certify.asking import Plan
 from eagle3_jax.certify.certificate import Certificate, Verdict
 from eagle3_jax.certify.client import Client
 from eagle3_jax.certify.examine import certify
-from eagle3_jax.certify.faulty import FAULTS, PROMPTS, FaultySampler
 from eagle3_jax.certify.source import ServerError
 from eagle3_jax.cli import run
 
@@ -59,7 +59,9 @@ def test_the_forms_of_other_servers_are_read(server: FakeServer, form: str) -> N
     server.manners.form = form
     prompts = ["0", "1", "2", "3"] if form == "texts" else PROMPTS
     certificate = result_of(server, dataclasses.replace(PLAN, prompts=prompts))
-    if form == "texts":  # no text can be continued, so short answers are to other prompts
+
+    # No text can be continued, so short answers are to other prompts.
+    if form == "texts":
         assert {test.name for test in certificate.tests} >= {
             "greedy tokens, scored by force",
             "pairs of places",
@@ -71,7 +73,7 @@ def test_the_forms_of_other_servers_are_read(server: FakeServer, form: str) -> N
 
 
 def test_what_llama_cpp_withholds_behind_drafts_is_asked_for(server: FakeServer) -> None:
-    """All tests but those by index in a round, which its answers do not show, have the same p-values."""
+    """All tests but those by index in a round, which its answers do not show, are the same."""
     expected = {test.name: test.p_value for test in result_of(server).tests}
     server.manners.form = "llama.cpp"
     certificate = result_of(server, dataclasses.replace(PLAN, prompts=["0", "1", "2", "3"]))
@@ -80,14 +82,6 @@ def test_what_llama_cpp_withholds_behind_drafts_is_asked_for(server: FakeServer)
     assert actual == {
         name: p_value for name, p_value in expected.items() if "of a chunk" not in name
     }
-
-
-def test_a_server_that_leaves_tokens_out_is_not_certified(server: FakeServer) -> None:
-    server.manners.leaves_out = True
-    with pytest.raises(
-        ServerError, match="of the 16 tokens of an answer; the others cannot be judged"
-    ):
-        result_of(server, dataclasses.replace(PLAN, num_greedy=0))
 
 
 def test_without_echo_each_prefix_is_asked(server: FakeServer) -> None:
@@ -124,7 +118,7 @@ def test_a_server_that_is_wrong_without_drafts_is_inconclusive(server: FakeServe
 
 
 def test_reports_that_differ_from_forced_ones_are_found(server: FakeServer) -> None:
-    """As with stale keys and values, where tokens follow what the server reports, but that is wrong."""
+    """As with stale keys and values: tokens follow what the server reports, but that is wrong."""
     server.manners.shift = 1.0
     certificate = result_of(server, dataclasses.replace(PLAN, num_greedy=0))
     assert certificate.verdict is Verdict.NOT_LOSSLESS
@@ -155,6 +149,7 @@ def test_a_busy_server_is_asked_again_and_a_failing_one_is_judged_by_what_it_ans
 ) -> None:
     server.manners.refusals = [429, 503, 429]
     assert result_of(server).lost == 0
+
     client = Client(server.url)
     threading.Timer(0.3, lambda: setattr(server.manners, "refusals", [500] * 10_000)).start()
     certificate = certify(client, dataclasses.replace(PLAN, num_requests=5000))
@@ -182,18 +177,9 @@ def test_another_model_in_between_is_refused(server: FakeServer) -> None:
 
 
 def command(server: FakeServer, *options: str, prompts: Path) -> list[str]:
-    words = [
-        "certify",
-        "--url",
-        server.url,
-        "--prompts",
-        str(prompts),
-        "--requests",
-        "64",
-        "--greedy-requests",
-        "4",
-    ]
-    return [*words, "--long-requests", "16", "--max-new-tokens", "16", "--sampling-only", *options]
+    words = ["certify", "--url", server.url, "--prompts", str(prompts), "--sampling-only"]
+    few = "--requests 64 --greedy-requests 4 --long-requests 16 --max-new-tokens 16"
+    return [*words, *few.split(), *options]
 
 
 @pytest.fixture
@@ -213,12 +199,11 @@ def test_the_command_prints_the_verdict_first_and_writes_the_certificate(
     monkeypatch.setenv("EAGLE3_API_KEY", "sesame")
     server.manners.key = "sesame"
     output = tmp_path / "certificate"
-    assert (
-        run(command(server, "--output", str(output), "--greedy-requests", "16", prompts=prompts))
-        == 3
-    )
+    words = command(server, "--output", str(output), "--greedy-requests", "16", prompts=prompts)
+    assert run(words) == 3
     printed = capsys.readouterr().out
     assert printed.startswith("Inconclusive: first tokens: ") and "sight: " in printed
+
     record = json.loads((output / "certificate.json").read_text())
     assert record["verdict"] == "inconclusive" and "sesame" not in json.dumps(record)
     page = (output / "certificate.html").read_text()
@@ -227,19 +212,9 @@ def test_the_command_prints_the_verdict_first_and_writes_the_certificate(
 
 
 def test_the_exit_code_is_the_verdict(server: FakeServer, prompts: Path) -> None:
-    greedy = [
-        "--requests",
-        "0",
-        "--long-requests",
-        "0",
-        "--greedy-requests",
-        "16",
-        "--speculation",
-        "assumed",
-    ]
-    assert run(command(server, *greedy, "--json", prompts=prompts)) == 0
+    assert run(command(server, *GREEDY.split(), "--json", prompts=prompts)) == 0
     server.manners.wrong_greedy = 3
-    assert run(command(server, *greedy, "--json", prompts=prompts)) == 1
+    assert run(command(server, *GREEDY.split(), "--json", prompts=prompts)) == 1
 
 
 @pytest.mark.parametrize(
@@ -267,6 +242,7 @@ def test_what_cannot_be_judged_is_refused(
     assert message in capsys.readouterr().err
 
 
+GREEDY = "--requests 0 --long-requests 0 --greedy-requests 16 --speculation assumed"
 ALONE = """
 import runpy, sys
 for name in sys.argv.pop(1).split(","):
@@ -276,26 +252,15 @@ runpy.run_module("eagle3_jax.certify", run_name="__main__")
 
 
 def test_the_command_needs_numpy_scipy_and_httpx_alone(server: FakeServer, prompts: Path) -> None:
-    refused = "jax,jaxlib,flax,optax,orbax,ml_dtypes,safetensors,tokenizers,jinja2,jaxtyping,typer,rich,filelock"
-    words = command(
-        server,
-        "--requests",
-        "0",
-        "--long-requests",
-        "0",
-        "--greedy-requests",
-        "16",
-        prompts=prompts,
-    )[1:]
-    run_alone = [sys.executable, "-c", ALONE, refused, *words, "--speculation", "assumed"]
+    refused = (
+        "jax,jaxlib,flax,optax,orbax,ml_dtypes,safetensors,tokenizers,jinja2,jaxtyping,typer,rich,"
+        "filelock"
+    )
+    _, *words = command(server, *GREEDY.split(), prompts=prompts)
+    run_alone = [sys.executable, "-c", ALONE, refused, *words]
     done = subprocess.run(run_alone, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Lossless for greedy requests: no test found a deviation")
-
-
-def change(server: FakeServer, **manners: Any) -> None:
-    for name, value in manners.items():
-        setattr(server.manners, name, value)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +279,7 @@ def test_a_server_that_cannot_be_judged_is_one_line(
     message: str,
     capsys: pytest.CaptureFixture,
 ) -> None:
-    change(server, **manners)
+    server.manners = dataclasses.replace(server.manners, **manners)
     assert run(command(server, "--timeout", "0.5", prompts=prompts)) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from fake_server import FakeServer, serving
+from faulty_sampler import CORRECT, FAULTS, Fault, FaultySampler
 
 from eagle3_jax.certify.asking import Asker, Plan
 from eagle3_jax.certify.client import Client
-from eagle3_jax.certify.faulty import CORRECT, FAULTS, Fault, FaultySampler
 from eagle3_jax.certify.fields import examine_fields
 from eagle3_jax.certify.source import Completion, ServerError
 
@@ -25,13 +25,21 @@ def server() -> Iterator[FakeServer]:
         yield running
 
 
-def examine(server: FakeServer, plan: Plan = PLAN) -> tuple[dict[str, str], dict[str, str], Asker]:
-    """The outcome and the detail of each field."""
-    asker = Asker(Client(server.url), plan, lambda message: None)
+class Exam(NamedTuple):
+    """The outcome and the detail of each field, and what asked."""
+
+    outcomes: dict[str, str]
+    details: dict[str, str]
+    asker: Asker
+
+
+def examine(server: FakeServer, client: Client | None = None) -> Exam:
+    asker = Asker(client or Client(server.url), PLAN, lambda message: None)
     findings = examine_fields(asker)
+    outcomes = {finding.name: finding.outcome for finding in findings}
     details = {finding.name: finding.detail for finding in findings}
     assert all("\n" not in detail and len(detail) < 400 for detail in details.values())
-    return {finding.name: finding.outcome for finding in findings}, details, asker
+    return Exam(outcomes, details, asker)
 
 
 def test_a_server_that_honours_all_fields_passes_with_few_requests(server: FakeServer) -> None:
@@ -128,6 +136,7 @@ def test_nothing_is_said_by_answers_without_texts_about_the_fields_that_change_t
     }
     assert all(details[field] == "the answers have no texts" for field in fields), details
     assert "failed" not in outcomes.values(), details
+
     server.manners.ignored_fields = {"n"}
     assert examine(server)[1]["n"] == "1 answers came for n 4"  # which needs no texts
 
@@ -224,18 +233,14 @@ def test_sampled_answers_are_blamed_for_a_penalty_only_if_they_are_right_without
             return complete(prompt, **fields)
 
         client.complete = ignore  # type: ignore[method-assign]
-        findings = {
-            finding.name: finding
-            for finding in examine_fields(Asker(client, PLAN, lambda message: None))
-        }
-    finding = findings["frequency_penalty"]
-    assert finding.outcome == outcome and words in finding.detail
+        outcomes, details, _ = examine(server, client)
+    assert outcomes["frequency_penalty"] == outcome and words in details["frequency_penalty"]
 
 
 def test_a_token_beyond_the_limit_is_told(server: FakeServer) -> None:
     server.manners.overshoot = 1
-    findings = examine_fields(Asker(Client(server.url), PLAN, lambda message: None))
-    details = {finding.name: finding.detail for finding in findings if finding.outcome == "failed"}
+    outcomes, details, _ = examine(server)
+    assert outcomes["max_tokens"] == "failed"
     assert details["max_tokens"] == "3 tokens were written with max_tokens 2"
 
 
@@ -249,13 +254,10 @@ def test_a_server_that_fails_for_a_field_loses_no_other(server: FakeServer) -> N
         return complete(prompt, **fields)
 
     client.complete = fail  # type: ignore[method-assign]
-    asker = Asker(client, PLAN, lambda message: None)
-    outcomes = {
-        finding.name: (finding.outcome, finding.detail) for finding in examine_fields(asker)
-    }
-    assert outcomes.pop("n") == ("not run", "it is broken")
+    outcomes, details, asker = examine(server, client)
+    assert (outcomes.pop("n"), details["n"]) == ("not run", "it is broken")
     assert asker.failures == ["it is broken"] and not asker.stopped
-    assert {outcome for outcome, _ in outcomes.values()} == {"passed", "not run"}
+    assert set(outcomes.values()) == {"passed", "not run"}
 
 
 def test_an_interrupted_run_asks_nothing_more(server: FakeServer) -> None:

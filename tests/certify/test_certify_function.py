@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from faulty_sampler import CORRECT, FAULTS, PROMPTS, Fault, FaultySampler, FaultySource
 
 from eagle3_jax.certify.certificate import Verdict
-from eagle3_jax.certify.faulty import CORRECT, FAULTS, PROMPTS, Fault, FaultySampler, FaultySource
 from eagle3_jax.certify.function import certify_sampler
 from eagle3_jax.certify.statistics import Sampling
 
@@ -17,7 +17,7 @@ from eagle3_jax.certify.statistics import Sampling
 def rounds(
     source: FaultySource, prompt_ids: list[int], seed: int, sampling: Sampling, number: int
 ) -> Iterator[tuple[list[int], np.ndarray]]:
-    """The answer of a source, round by round, with the log-probabilities of the whole vocabulary."""
+    """The answer of a source, round by round, with log-probabilities of the whole vocabulary."""
     answer = source.complete(
         prompt_ids, num_reported=1, max_tokens=number, temperature=sampling.temperature, seed=seed
     )

@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_server import FakeServer, serving
+from faulty_sampler import FaultySampler
 
 from eagle3_jax.certify.asking import Asker, Plan
 from eagle3_jax.certify.client import Client
-from eagle3_jax.certify.faulty import FaultySampler
 from eagle3_jax.certify.greedy import Noise, Scores
 from eagle3_jax.certify.source import Completion
 from eagle3_jax.certify.states import examine_states
 from eagle3_jax.certify.statistics import Test
 
 PLAN = Plan(prompts=[[0], [1], [2], [3]], num_reported=12, concurrency=2)
+OF_TEXTS = dataclasses.replace(PLAN, prompts=["0", "1"])
 QUIET = Noise(Scores(np.zeros(0), np.zeros(0), np.zeros(0)), 1e-4)
 AGAIN = "greedy answers, again behind another"
 AT_ONCE = "greedy answers, 8 at once"
@@ -34,9 +35,14 @@ def server() -> Iterator[FakeServer]:
         yield running
 
 
-def examine(server: FakeServer, noise: Noise | None = QUIET, plan: Plan = PLAN) -> dict[str, Test]:
+def examine(
+    server: FakeServer,
+    noise: Noise | None = QUIET,
+    plan: Plan = PLAN,
+    client: Client | None = None,
+) -> dict[str, Test]:
     """The tests by name."""
-    asker = Asker(Client(server.url), plan, lambda message: None)
+    asker = Asker(client or Client(server.url), plan, lambda message: None)
     tests = examine_states(asker, noise)
     assert not asker.failures and not asker.stopped
     assert [test.name for test in tests] == [UNSEEDED, AGAIN, AT_ONCE, TURNS, LONG]
@@ -83,14 +89,8 @@ def test_a_fork_at_a_tie_is_not_an_error(server: FakeServer) -> None:
 
 
 def test_chats_are_compared_with_themselves_only(server: FakeServer) -> None:
-    asker = Asker(
-        Client(server.url, api="chat"),
-        dataclasses.replace(PLAN, prompts=["0", "1"]),
-        lambda message: None,
-    )
-    tests = examine_states(asker, None)
-    assert [test.name for test in tests if test.tokens] == [UNSEEDED, AGAIN, AT_ONCE]
-    assert not asker.failures
+    tests = examine(server, None, OF_TEXTS, Client(server.url, api="chat"))
+    assert list(tests) == [UNSEEDED, AGAIN, AT_ONCE]
 
 
 def test_with_much_noise_only_repeated_texts_are_judged(server: FakeServer) -> None:
@@ -99,7 +99,7 @@ def test_with_much_noise_only_repeated_texts_are_judged(server: FakeServer) -> N
 
 def test_texts_are_continued_as_texts_where_ids_are_not_told(server: FakeServer) -> None:
     server.manners.form = "texts"
-    tests = examine(server, plan=dataclasses.replace(PLAN, prompts=["0", "1"]))
+    tests = examine(server, plan=OF_TEXTS)
     assert list(tests) == [UNSEEDED, AGAIN, AT_ONCE, TURNS]
     assert all(test.p_value > 1e-6 for test in tests.values()), tests
 
@@ -129,7 +129,12 @@ def test_a_text_is_halved_until_the_server_takes_it(server: FakeServer) -> None:
             server.manners.refused_fields = set()
 
     client.complete = refuse  # type: ignore[method-assign]
-    asker = Asker(client, PLAN, lambda message: None)
-    tests = {test.name: test for test in examine_states(asker, QUIET)}
-    assert tests[LONG].detail.startswith("1,952 tokens;") and tests[LONG].p_value == 1
-    assert max(lengths) == 16384 - 96 and asker.failures == []
+    test = examine(server, client=client)[LONG]
+    assert test.detail.startswith("1,952 tokens;") and test.p_value == 1
+    assert max(lengths) == 16384 - 96
+
+
+def test_nothing_is_said_by_an_answer_of_one_token_behind_a_long_text(server: FakeServer) -> None:
+    server.manners.refused_fields = {"ignore_eos"}
+    server.sampler.target[:] = np.eye(16)[0] * 0.9 + 0.1 / 16  # the token that ends a text
+    assert LONG not in examine(server)

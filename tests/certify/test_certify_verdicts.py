@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from scipy import special
-
-from eagle3_jax.certify.asking import Plan
-from eagle3_jax.certify.certificate import Certificate, Verdict
-from eagle3_jax.certify.examine import certify
-from eagle3_jax.certify.faulty import (
+from faulty_sampler import (
     FAULTS,
     PROMPTS,
     FaultySampler,
@@ -22,6 +18,11 @@ from eagle3_jax.certify.faulty import (
     noisy,
     to_bfloat16,
 )
+from scipy import special
+
+from eagle3_jax.certify.asking import Plan
+from eagle3_jax.certify.certificate import Certificate, Verdict
+from eagle3_jax.certify.examine import certify
 from eagle3_jax.certify.source import Completion, Report, ServerError
 from eagle3_jax.certify.statistics import Sampling
 
@@ -50,7 +51,7 @@ def test_a_correct_server_is_lossless_and_the_verdict_names_what_it_would_have_s
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_accepting_every_draft_is_found(seed: int) -> None:
-    """Draft and target are 0.26 apart, which no test of twenty cells of places sees in as many tokens."""
+    """Draft and target are 0.26 apart, which cells of places do not show in as many tokens."""
     sampler = FaultySampler(FAULTS["every draft accepted"], **LARGE)
     certificate = verdict_on(FaultySource(sampler), dataclasses.replace(PLAN, seed=10_000 * seed))
     assert certificate.verdict is Verdict.NOT_LOSSLESS, certificate.reason
@@ -180,8 +181,8 @@ def test_processed_reports_are_recognised(sampling: Sampling) -> None:
 
 
 COARSE = {
-    "two decimals": lambda value: round(value, 2),
-    "one decimal": lambda value: round(value, 1),
+    "two decimals": functools.partial(round, ndigits=2),
+    "one decimal": functools.partial(round, ndigits=1),
     "bfloat16": to_bfloat16,
 }
 
@@ -308,7 +309,7 @@ def test_a_failed_test_without_a_control_is_inconclusive() -> None:
 
 
 class MisreportsEachText(FaultySource):
-    """Samples rightly, and reports another distribution behind each token, with drafts and without."""
+    """Samples rightly, but reports another distribution behind each token, drafted or not."""
 
     def reported(
         self, number: int, before: list[int], is_drafted: bool, temperature: float, fields: Any

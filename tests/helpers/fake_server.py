@@ -1,4 +1,4 @@
-"""A local server with OpenAI's completions and chat over a ``FaultySampler``, with its errors and with bad manners."""
+"""A local server with OpenAI's completions and chat over a ``FaultySampler``, and bad manners."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-
-from eagle3_jax.certify.faulty import FaultySampler
+from faulty_sampler import FaultySampler
 
 MODEL = "fake"
 END = 0  # the token that ends a text, unless `ignore_eos`
@@ -199,12 +198,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         manners = self.server.manners
-        if self._has_no_key():
-            self._answer(
-                401, {"error": {"message": f"no key but {self.headers.get('Authorization')}"}}
-            )
-        elif manners.redirect:
-            self._send(302, b"", Location=manners.redirect + self.path)
+        if self._refuses():
+            pass
         elif self.path == "/v1/models" and manners.lists_models:
             self._answer(200, {"data": [{"id": MODEL, "max_model_len": 1024}]})
         elif self.path == "/props" and manners.form == "llama.cpp":
@@ -222,12 +217,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.requests.append(body)
         is_chat = self.path == "/v1/chat/completions"
-        if self._has_no_key():
-            self._answer(
-                401, {"error": {"message": f"no key but {self.headers.get('Authorization')}"}}
-            )
-        elif manners.redirect:
-            self._send(302, b"", Location=manners.redirect + self.path)
+
+        if self._refuses():
+            pass
         elif self.path == "/tokenize" and manners.form == "llama.cpp":
             text = body["content"]
             self._answer(
@@ -255,10 +247,18 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             )
             self.server.pending -= 1
 
-    def _has_no_key(self) -> bool:
+    def _refuses(self) -> bool:
+        """Answers a request without the key, or for another server."""
+        manners = self.server.manners
         key = self.headers.get("Authorization")
         self.server.keys.append(key)
-        return bool(self.server.manners.key) and key != f"Bearer {self.server.manners.key}"
+        if manners.key and key != f"Bearer {manners.key}":
+            self._answer(401, {"error": {"message": f"no key but {key}"}})
+            return True
+        if manners.redirect:
+            self._send(302, b"", Location=manners.redirect + self.path)
+            return True
+        return False
 
     def _complete(self, body: dict[str, Any], is_chat: bool) -> None:
         manners = self.server.manners
@@ -268,6 +268,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         else:
             ids = prompt
         number = body.get("top_logprobs", 0) if is_chat else body.get("logprobs") or 0
+
         self.is_wrong = self._has_reason_to_err(ids)
         self.is_stale = (
             manners.stale_prefixes and not body.get("cache_salt") and self._extends_an_answer(ids)
@@ -277,6 +278,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.server.written |= {
             (*ids, *answer.tokens) for answer in answers if any(answer.chunk_index)
         }
+
         chunks: list[list[dict[str, Any]]] = []
         for index, answer in enumerate(answers):
             entries = self._entries(ids, answer, number, body)
@@ -293,6 +295,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 entries[start:stop] for start, stop in zip(starts, [*starts[1:], None], strict=True)
             ]
             texts = self._texts(answer, rows)
+
             if manners.leaves_out:
                 rows = [row[:1] for row in rows]
             of_choice = [
@@ -302,11 +305,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if manners.form not in ("texts", "llama.cpp") and body.get("return_token_ids"):
                 of_choice[0]["prompt_token_ids"] = ids
             chunks.append(of_choice)
-        usage = (
-            {"completion_tokens": sum(len(answer.tokens) for answer in answers)}
-            if manners.counts
-            else {}
-        )
+
+        num_tokens = sum(len(answer.tokens) for answer in answers)
+        usage = {"completion_tokens": num_tokens} if manners.counts else {}
         if body.get("stream") and manners.form != "llama.cpp":
             rounds = itertools.zip_longest(*chunks)  # the choices' chunks take turns
             events = [self._event([choice]) for row in rounds for choice in row if choice]
@@ -314,9 +315,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 events.append(self._event([]) | {"usage": usage})
             self._stream(events)
             return
-        event = self._event([choice for of_choice in chunks for choice in of_choice]) | {
-            "usage": usage
-        }
+
+        event = self._event([*itertools.chain(*chunks)]) | {"usage": usage}
         if manners.form == "llama.cpp":
             drafted = int(np.count_nonzero(answers[0].chunk_index))
             event |= {"__verbose": {"tokens": answers[0].tokens}, "timings": {"draft_n": drafted}}
@@ -338,7 +338,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return any(tuple(ids[:length]) in self.server.written for length in range(2, len(ids) + 1))
 
     def _texts(self, answer: _Written, rows: list[list[dict[str, Any]]]) -> list[str]:
-        """Returns the text of each chunk; a text that a stop ended may be shorter than that of its tokens."""
+        """Returns the text of each chunk; one that a stop ended may be shorter than its tokens'."""
         texts = []
         remaining = answer.text
         for row in rows:
@@ -361,6 +361,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         delay = self.server.manners.stop_delay
         stops = body.get("stop") or []
         stops = [stops] if isinstance(stops, str) else stops
+
         text = ""
         for position, token in enumerate(tokens):
             length = position + 1
@@ -391,6 +392,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             "-".join(digits[start : start + 3] for start in range(0, 12, 3)) + f"-{digits[12:]}"
         )
         text = '{{"a": {}, "b": "{}"}}'.format(*values) if is_object else number
+
         if self.server.manners.constrained == "broken":
             text = text[:5] + text[7:]
         if self.server.manners.constrained in ("cut", "empty"):
@@ -401,7 +403,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _tokens(
         self, ids: list[int], body: dict[str, Any], index: int
     ) -> tuple[list[int], list[int]]:
-        """Returns tokens to the limit, and the position of each in its chunk: by rounds, or one by one."""
+        """Returns tokens to the limit, and the position of each in its chunk."""
         manners = self.server.manners
         sampler = self.server.sampler
         number = body.get("max_tokens") or body.get("max_completion_tokens") or 16
@@ -414,6 +416,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             sampling.top_p,
         )
         is_usual &= all(body.get(name, value) == value for name, value in _NEUTRAL.items())
+
         if is_usual and not body.get("logit_bias") and not body.get("min_tokens"):
             start = None  # the first token of an answer comes from the prompt
             if len(ids) > 1:
@@ -423,6 +426,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             starts = np.flatnonzero(chunk_index[0] == 0)
             self.server.rounds += np.diff([*starts[1:], number]).tolist()
             return answers[0].tolist(), chunk_index[0].tolist()
+
         rng = np.random.default_rng(seed)
         tokens: list[int] = []
         has_penalty = body.get("presence_penalty") or body.get("frequency_penalty")
@@ -431,6 +435,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         chunk_index = [0, *(position % length for position in range(number))][:number]
         if length > 1 and number > 1:
             self.server.rounds += [length] * ((number - 1) // length)
+
         for position in range(number):
             p = self._sampled_from(ids, tokens, body, chunk_index[position])
             if body.get("temperature", 1):
@@ -446,6 +451,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Returns the distribution of the next token after all that changes it, in vLLM's order."""
         manners = self.server.manners
         logits = np.log(self._distribution(ids[0], [*ids[1:], *tokens]))
+
         counted = tokens[: len(tokens) - in_chunk] if manners.penalized_rounds else tokens
         counts = np.bincount(counted, minlength=len(logits))
         repetition = body.get("repetition_penalty", 1)
@@ -456,11 +462,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             counts > 0
         )
         logits = logits - manners.penalized * penalties
+
         bias = body.get("logit_bias") or {}
         for token, value in bias.items() if isinstance(bias, dict) else bias:
             logits[int(token)] += value
         if len(tokens) < body.get("min_tokens", 0):
             logits[END] = -np.inf
+
         p = np.exp((logits - logits.max()) / (body.get("temperature", 1) or 1))
         p /= p.sum()
         p = np.where(p < body.get("min_p", 0) * p.max(), 0, p)
@@ -482,16 +490,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self, prompt: int, before: list[int], token: int, number: int, shift: float = 0.0
     ) -> dict[str, Any]:
         """Returns a token with the likeliest tokens of its position."""
-        distribution = np.log(self._distribution(prompt, before)) + shift
-        listed = {
-            *np.argsort(-distribution)[: min(number, self.server.manners.most_reported)].tolist(),
-            token,
-        }
-        return {
-            "id": token,
-            "logprob": float(distribution[token]),
-            "top": {likely: float(distribution[likely]) for likely in listed},
-        }
+        log_probs = np.log(self._distribution(prompt, before)) + shift
+        most = min(number, self.server.manners.most_reported)
+        return _reported(token, log_probs, np.argsort(-log_probs)[:most])
 
     def _entries(
         self, ids: list[int], answer: _Written, number: int, body: dict[str, Any]
@@ -501,14 +502,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         entries = []
         for position, token in enumerate(answer.tokens):
             entry = self._entry(ids[0], [*ids[1:], *answer.tokens[:position]], token, number)
+
             if manners.processed:
                 before = answer.tokens[:position]
                 p = self._sampled_from(ids, before, body, answer.chunk_index[position])
-                listed = {*np.flatnonzero(p).tolist(), token}
-                entry |= {
-                    "logprob": math.log(p[token]),
-                    "top": {likely: math.log(p[likely]) for likely in listed},
-                }
+                with np.errstate(divide="ignore"):
+                    entry = _reported(token, np.log(p), np.flatnonzero(p))
             if unreadable and answer.chunk_index[position] > 0:
                 entry = {"id": token} | UNREADABLE[unreadable]
             entries.append(entry)
@@ -530,12 +529,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         manners = self.server.manners
         text = text if manners.writes_texts else ""
         is_chat = "messages" in body
+
         choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": None}
         if is_chat:
             reasoning = {"reasoning_content": "Hm."} if manners.reasons else {}
             choice["delta" if body.get("stream") else "message"] = {"content": text} | reasoning
         else:
             choice["text"] = text
+
         if manners.reports and body.get("logprobs"):
             is_list = is_chat or manners.form in ("content", "llama.cpp")
             as_ids = manners.form == "completions" and body.get("return_tokens_as_token_ids")
@@ -583,6 +584,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             "draft_tokens": length * len(rounds),
             "accepted_tokens": sum(accepted),
         }
+
         lines = [
             f'vllm:spec_decode_num_{name}_total{{engine="0"}} {count}.0'
             for name, count in counts.items()
@@ -614,6 +616,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         manners = self.server.manners
         if self.command == "POST" and status == 200:
             data = manners.mangle(data)
+
         with contextlib.suppress(OSError):  # the client has gone
             self.send_response(status)
             for name, value in headers.items():
@@ -625,6 +628,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             for byte in data:
                 self.wfile.write(bytes([byte]))
                 time.sleep(manners.drip)
+
+
+def _reported(token: int, log_probs: np.ndarray, likeliest: np.ndarray) -> dict[str, Any]:
+    """Returns a token with log-probabilities of its position."""
+    top = {listed: float(log_probs[listed]) for listed in {*likeliest.tolist(), token}}
+    return {"id": token, "logprob": top[token], "top": top}
 
 
 def _columns(entries: list[dict[str, Any]], mark: str) -> dict[str, Any]:

@@ -117,11 +117,14 @@ class FaultySampler:
         shape = (NUM_PROMPTS, vocab_size, vocab_size)
         logits = 2.0 * rng.standard_normal(shape)
         draft_logits = logits + error * rng.standard_normal(shape)
+
+        # A first token that is nearly sure makes the texts behind it repeat.
         self.target = special.softmax(logits, axis=-1)
         self.first = (
             sureness * np.eye(vocab_size)[np.arange(NUM_PROMPTS) % vocab_size]
             + (1 - sureness) * self.target[:, 0]
         )
+
         self.draft = special.softmax(draft_logits, axis=-1)
         self.draft_source = special.softmax(draft_logits / fault.draft_temperature, axis=-1)
         likeliest = np.eye(vocab_size)[self.draft.argmax(axis=-1)]
@@ -129,12 +132,13 @@ class FaultySampler:
             self.draft = likeliest
         if fault.likeliest or fault.greedy_drafts:
             self.draft_source = likeliest
+
         self.sampling = fault.sampling if sampling is None else sampling
         self.fault = fault
         self._length = num_speculative_tokens
 
     def draws(self, num_requests: int, max_new_tokens: int, *, seed: int = 0) -> Draws:
-        """Answers requests, whose prompts take turns, and returns their tokens as a client sees them."""
+        """Returns the tokens of requests, whose prompts take turns, as a client sees them."""
         prompts = np.arange(num_requests) % NUM_PROMPTS
         tokens, chunk_index = self.answer(prompts, max_new_tokens, seed=seed)
         return self.reported(prompts, tokens, chunk_index)
@@ -142,10 +146,10 @@ class FaultySampler:
     def answer(
         self, prompts: np.ndarray, max_new_tokens: int, *, seed: int, start: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the tokens ``[R T]`` of answers to prompts ``[R]``, and the position of each in its chunk.
+        """Returns the tokens ``[R T]`` of answers, and the position of each in its chunk.
 
         Args:
-            prompts: Numbers of prompts.
+            prompts: ``[R]`` numbers of prompts.
             max_new_tokens: ``T``.
             seed: Of the random numbers.
             start: The first token; ``None`` to draw it.
@@ -155,8 +159,9 @@ class FaultySampler:
         tokens = np.full((num_requests, max_new_tokens + self._length + 1), -1)
         chunk_index = np.zeros_like(tokens)
         lengths = np.ones(num_requests, int)
-        first = _draw(self._warped(self.first[prompts]), rng.random(num_requests))
+        first = draw(self._warped(self.first[prompts]), rng.random(num_requests))
         tokens[:, 0] = first if start is None else start
+
         while (lengths < max_new_tokens).any():
             rows = np.flatnonzero(lengths < max_new_tokens)
             emitted, counts = self._round(prompts[rows], tokens[rows, lengths[rows] - 1], rng)
@@ -170,33 +175,42 @@ class FaultySampler:
     def _round(
         self, prompts: np.ndarray, last: np.ndarray, rng: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the tokens of one round ``[R K+1]`` and how many there are."""
+        """Returns the tokens of one round ``[R K+1]`` and how many there are.
+
+        Without a fault it is Leviathan's rule (Leviathan et al., 2023, algorithm 1), a chain of
+        ``eagle3_jax.acceptance``. It is written again here, since a fault changes its inside.
+        """
         num_rows = len(prompts)
         emitted = np.full((num_rows, self._length + 1), -1)
         counts = np.zeros(num_rows, int)
         running = np.ones(num_rows, bool)
         row = np.arange(num_rows)
+
         for position in range(self._length):
             q = self.draft[prompts, last]
-            draft = _draw(self.draft_source[prompts, last], rng.random(num_rows))
+            draft = draw(self.draft_source[prompts, last], rng.random(num_rows))
             p = self._warped(self.target[prompts, last])
+
+            # A refused draft is redrawn from the residual, max(p - q, 0).
             numbers = rng.random(num_rows)
             accepted = numbers < self._acceptance(prompts, last)[row, draft]
             fresh = numbers if self.fault.shared_number else rng.random(num_rows)
             from_target = rng.random(num_rows) < self.fault.unreduced
-            redrawn = np.where(from_target, _draw(p, fresh), _draw(_residual(p, q), fresh))
+            redrawn = np.where(from_target, draw(p, fresh), draw(_residual(p, q), fresh))
+
             emitted[running, position] = np.where(accepted, draft, redrawn)[running]
             counts[running] += 1
             running &= accepted
             before = last
             last = draft
+
         bonus = self._warped(self.target[prompts, before if self.fault.stale_bonus else last])
-        emitted[running, -1] = _draw(bonus, rng.random(num_rows))[running]
+        emitted[running, -1] = draw(bonus, rng.random(num_rows))[running]
         counts[running] += 1
         return emitted, counts
 
     def _acceptance(self, prompts: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Returns the probability ``[n V]`` that each token is accepted as a draft behind a token ``[n]``."""
+        """Returns the probability ``[n V]`` that each token is accepted behind a token ``[n]``."""
         plain = self.target[prompts, last]
         judged = plain if self.fault.plain_acceptance else self._warped(plain)
         if self.fault.typical:
@@ -222,6 +236,8 @@ class FaultySampler:
         p = self._warped(self.target[prompts, last])
         if position == self._length:
             return self._warped(self.target[prompts, before]) if self.fault.stale_bonus else p
+
+        # A token comes as an accepted draft, or is redrawn behind a refused one.
         source = self.draft_source[prompts, last]
         accepted = self._acceptance(prompts, last)
         residual = _residual(p, self.draft[prompts, last])
@@ -230,6 +246,7 @@ class FaultySampler:
             return (
                 source * accepted + (source * (1 - accepted)).sum(axis=1, keepdims=True) * redrawn
             )
+
         # A number in [a, 1), with which the draft was refused, redraws the tokens whose interval it
         # falls into.
         upper = residual.cumsum(axis=1)[:, None]
@@ -240,7 +257,7 @@ class FaultySampler:
     def fewest_tokens(
         self, *, num_tokens: int = 20_000, power: float = 0.95, seed: int = 0
     ) -> float:
-        """Returns how many tokens behind the first one a test needs that knows the fault, at ``ALPHA``.
+        """Returns how many tokens a test at ``ALPHA`` needs that knows the fault.
 
         Such a test sums ``log(p'(x) / p(x))`` for the exact distribution ``p'`` of each position;
         the sum is taken as normal. Where ``p'`` excludes tokens, the sum is compared with ``log(1 /
@@ -248,6 +265,8 @@ class FaultySampler:
         """
         prompts = np.arange(num_tokens // 32) % NUM_PROMPTS
         tokens, chunk_index = self.answer(prompts, 32, seed=seed)
+
+        # The mean and the variance of the sum's terms, under the fault and without it.
         moments = np.zeros(4)
         count = 0
         for position in range(self._length + 1):
@@ -259,8 +278,10 @@ class FaultySampler:
             with np.errstate(divide="ignore"):
                 ratio = np.log(faulty) - np.log(right)
             is_new = np.isposinf(ratio) & (faulty > 1e-12)
-            if is_new.any():  # a token that cannot be
+            if is_new.any():
+                # A token of probability 0 decides alone; it must come once.
                 return float(-np.log(1 - power) / (faulty * is_new).sum(axis=1).mean())
+
             for index, masses in ((0, faulty), (2, right)):
                 values = np.where(masses > 1e-300, ratio, 0.0)
                 mean = (masses * values).sum(axis=1)
@@ -268,6 +289,7 @@ class FaultySampler:
                 if np.isfinite(mean).all():
                     moments[index + 1] += ((masses * values**2).sum(axis=1) - mean**2).sum()
             count += len(row)
+
         faulty_mean, faulty_variance, right_mean, right_variance = moments / count
         z_power = stats.norm.isf(1 - power)
         if np.isfinite(right_mean):
@@ -298,7 +320,7 @@ class FaultySampler:
         chunk_index: np.ndarray,
         lengths: np.ndarray | None = None,
     ) -> Draws:
-        """Returns tokens ``[R T]`` with the likeliest tokens of their positions, before the warpers.
+        """Returns tokens with the likeliest tokens of their positions, before the warpers.
 
         Args:
             prompts: ``[R]`` numbers of prompts.
@@ -308,6 +330,7 @@ class FaultySampler:
         """
         num_answers = len(tokens)
         lengths = np.full(num_answers, tokens.shape[1]) if lengths is None else lengths
+
         p = np.concatenate(
             [self.first[prompts][:, None], self.target[prompts[:, None], tokens[:, :-1]]], axis=1
         )
@@ -377,11 +400,13 @@ class FaultySource:
         else:
             tokens, chunk_index = self.sample(number, before, max_tokens, seed, temperature, fields)
         self.num_drafts += 3 * sum(position == 0 for position in chunk_index[1:])
+
         reports = []
         for index, token in enumerate(tokens):
             is_drafted = index > 0
             p = self.reported(number, [*before, *tokens[:index]], is_drafted, temperature, fields)
             reports.append(self.report(token, p, num_reported, is_drafted))
+
         text = "".join(f" {token}" for token in tokens)
         return Completion(
             text=text,
@@ -500,13 +525,13 @@ def to_bfloat16(value: float) -> float:
 
 
 def _residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """Returns what is left of distributions ``[n V]`` behind a refused draft; of equal ones, the target's."""
+    """Returns what is left of ``p`` behind a refused draft, and ``p`` where nothing is."""
     masses = np.maximum(p - q, 0)
     total = masses.sum(axis=1, keepdims=True)
     return np.where(total > 0, masses / np.maximum(total, 1e-300), p)
 
 
-def _draw(p: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+def draw(p: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     """Returns a token of each distribution ``[n V]`` by inversion."""
     cumulated = p.cumsum(axis=1)
     return (cumulated > (numbers * cumulated[:, -1])[:, None]).argmax(axis=1)
