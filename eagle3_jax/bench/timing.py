@@ -155,7 +155,7 @@ def ratio_of_sums(numerators: ArrayLike, denominators: ArrayLike) -> Interval:
         denominators: The seconds of a contender on the same batches in the same repeats.
     """
 
-    def ratio(above: np.ndarray, below: np.ndarray, axis: int) -> np.ndarray:
+    def ratio(above: np.ndarray, below: np.ndarray, axis: int) -> Any:
         return above.sum(axis) / below.sum(axis)
 
     return _interval(ratio, numerators, denominators)

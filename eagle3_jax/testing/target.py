@@ -705,7 +705,7 @@ def lends_tables(subject: Subject) -> str:
     )
 
 
-def _require_shape(name: str, table: Array, shape: tuple[int, ...]) -> None:
+def _require_shape(name: str, table: Any, shape: tuple[int, ...]) -> None:
     if np.shape(table) != shape:
         raise Broken(f"its {name} has shape {list(np.shape(table))}; expected {list(shape)}")
 
