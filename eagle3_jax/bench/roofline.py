@@ -124,26 +124,18 @@ def _stream(arrays: Stream, *, way: str, passes: int) -> Stream:
     return lax.fori_loop(0, passes, stream_once, arrays)
 
 
-# Every pass depends on the pass before, so that the compiler cannot take it out of the loop.
-
-
-def _sum(matrix: jax.Array, row: jax.Array, total: jax.Array) -> Stream:
-    return matrix, row, jnp.sum(jnp.minimum(matrix, total), axis=0)
-
-
-def _copy(matrix: jax.Array, row: jax.Array, total: jax.Array) -> Stream:
-    return -matrix, row, total
-
-
-def _product(matrix: jax.Array, row: jax.Array, total: jax.Array) -> Stream:
-    return matrix, row.at[0, 0].min((row @ matrix)[0, 0]), total
-
-
-#: What a pass does with the matrix, the row and the sum, and how often that moves the matrix.
+#: What a pass does with the matrix, the row and the sum, and how often that moves the matrix. Every
+#: pass depends on the pass before, so that the compiler cannot take it out of the loop.
 WAYS: dict[str, tuple[Callable[..., Stream], int]] = {
-    "sum": (_sum, 1),
-    "copy": (_copy, 2),
-    "product": (_product, 1),
+    "sum": (
+        lambda matrix, row, total: (matrix, row, jnp.sum(jnp.minimum(matrix, total), axis=0)),
+        1,
+    ),
+    "copy": (lambda matrix, row, total: (-matrix, row, total), 2),
+    "product": (
+        lambda matrix, row, total: (matrix, row.at[0, 0].min((row @ matrix)[0, 0]), total),
+        1,
+    ),
 }
 
 

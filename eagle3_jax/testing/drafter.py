@@ -619,15 +619,12 @@ def keeps_the_distribution(subject: Subject) -> str:
         accepted += int(result.stats.num_accepted_tokens)
         for index, (prompt, distribution) in enumerate(pairs):
             sequences = {tokens: number for number, tokens in enumerate(distribution)}
-            outcomes = [
-                sequences.get(tuple(tokens), len(sequences))
-                for tokens in result.tokens[index :: len(pairs)]
-            ]
+            written = result.tokens[index :: len(pairs)]
             # The last outcome is any other sequence.
-            expected = len(outcomes) * np.array([*distribution.values(), 0.0])
-            evidence.count(
-                f"the distribution of {HORIZON} tokens after {prompt}", np.array(outcomes), expected
-            )
+            outcomes = [sequences.get(tuple(tokens), len(sequences)) for tokens in written]
+            expected = len(written) * np.array([*distribution.values(), 0.0])
+            name = f"the distribution of {HORIZON} tokens after {prompt}"
+            evidence.count(name, np.array(outcomes), expected)
 
     require_no(evidence.misfit("the target"))
     require_accepted(accepted, "distribution")

@@ -352,11 +352,11 @@ def decide(
     draft = draft or sample_drafts(subject, shape, run)
     logits = subject.once(target_logits)[shape.vocabulary] if logits is None else logits
     settings = shape.settings if temperature is None else (Setting(temperature),)
-    rows = Setting(*np.resize(settings, (ROWS, 3)).T)
+    temperatures, top_k, top_p = np.resize(settings, (ROWS, 3)).T
     sampling = SamplingParams(
-        temperature=jnp.array(rows.temperature, jnp.float32),
-        top_k=jnp.array(rows.top_k, jnp.int32),
-        top_p=jnp.array(rows.top_p, jnp.float32),
+        temperature=temperatures.astype(np.float32),
+        top_k=top_k.astype(np.int32),
+        top_p=top_p.astype(np.float32),
     )
 
     program = program or subject.once(compile_rule)
