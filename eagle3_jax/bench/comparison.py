@@ -1,4 +1,4 @@
-"""The small benchmark at the end of ``eagle3 generate``: a decoder and plain decoding on the same prompts."""
+"""The small benchmark at the end of ``eagle3 generate``: a decoder against plain decoding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from eagle3_jax.types import SamplingParams
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A decoder against plain decoding with the same target in the same precision, prefill included."""
+    """A decoder against plain decoding with the same target and precision, prefill included."""
 
     tokens_per_second: Spread  #: Speed of the decoder.
     plain_tokens_per_second: Spread  #: Speed of plain decoding.
@@ -37,11 +37,16 @@ def compare_with_plain(
     seed: int,
     repeats: int,
 ) -> Comparison:
-    """Decodes the prompts one by one with and without speculation, interleaved, after a warm-up of both."""
+    """Decodes the prompts one by one with and without speculation.
+
+    Both take turns, after a warm-up.
+    """
     plain = SpeculativeDecoder(decoder.target, stop_tokens=decoder.stop_tokens)
     is_plain = isinstance(decoder.loop.drafter, Plain)
     decoders = [plain] if is_plain else [plain, decoder]
-    speeds = np.zeros((1 + repeats, len(decoders)))  # the first repeat compiles
+
+    # The first repeat compiles.
+    speeds = np.zeros((1 + repeats, len(decoders)))
     outputs: list[list[Tokens]] = [[] for _ in decoders]
     for repeat, index in np.ndindex(*speeds.shape):
         results = [
@@ -51,6 +56,7 @@ def compare_with_plain(
         outputs[index] = [result.tokens[0] for result in results]
         seconds = sum(result.seconds for result in results)
         speeds[repeat, index] = sum(map(len, outputs[index])) / seconds
+
     plain_speeds = speeds[1:, 0]
     speeds_of_decoder = speeds[1:, -1]
     greedy = not jnp.any(jnp.asarray(sampling.temperature) > 0)

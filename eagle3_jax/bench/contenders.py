@@ -12,6 +12,7 @@ import numpy as np
 from eagle3_jax import loop as loops
 from eagle3_jax.decode import SpeculativeDecoder
 from eagle3_jax.drafters.plain import Plain
+from eagle3_jax.measure.timing import timed
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.types import SamplingMode, SamplingParams
 from eagle3_jax.verifiers.simulated import SimulatedAcceptance
@@ -44,9 +45,8 @@ class Contender:
 
     name: str  #: Name in reports.
     dtype: str  #: Precision in reports.
-    drafts: bool = (
-        False  #: Whether it speculates; without counters its number of rounds is then unknown.
-    )
+    #: Whether it speculates; without counters its number of rounds is then unknown.
+    drafts: bool = False
     num_draft_steps: int = 0  #: ``G`` of a decoder of this library.
     lossless: bool = True  #: Whether its output follows the target's distribution.
     #: Simulated acceptance rates, up to the depth of the drafts; ``None`` if acceptance is not
@@ -55,7 +55,10 @@ class Contender:
     largest_batch: int | None = None  #: Maximum number of prompts at once; ``None`` for any number.
 
     def run(self, prompts: Sequence[Tokens], max_new_tokens: int) -> Run:
-        """Decodes a batch to the limit and ignores stop tokens; greedily, unless the contender has a temperature."""
+        """Decodes a batch to the limit and ignores stop tokens.
+
+        Decoding is greedy, unless the contender has a temperature.
+        """
         raise NotImplementedError
 
 
@@ -82,22 +85,23 @@ class DecoderContender(Contender):
         sampling = SamplingParams(temperature=self.temperature)
         sampling_mode = SamplingMode.TEMPERATURE if self.temperature else SamplingMode.GREEDY
         loop = dataclasses.replace(self.decoder.loop, sampling_mode=sampling_mode)
-        start = time.perf_counter()
-        state = self.decoder.prefill(prompts, max_new_tokens=max_new_tokens, sampling=sampling)
-        state = jax.block_until_ready(state)
-        prefilled = time.perf_counter()
-        state = jax.block_until_ready(loops.run(loop, self.decoder.params, state))
-        decoded = time.perf_counter()
+
+        state, prefill_seconds = timed(
+            self.decoder.prefill, prompts, max_new_tokens=max_new_tokens, sampling=sampling
+        )
+        state, decode_seconds = timed(loops.run, loop, self.decoder.params, state)
+
         tokens, length, stats = jax.device_get((state.tokens, state.length, state.stats))
         new_tokens = [
             tokens[row, len(prompt) : length[row]].tolist() for row, prompt in enumerate(prompts)
         ]
-        return Run(prefilled - start, decoded - prefilled, new_tokens, stats)
+        return Run(prefill_seconds, decode_seconds, new_tokens, stats)
 
     def chunk_seconds(self, prompts: Sequence[Tokens], max_new_tokens: int) -> list[float]:
-        """Returns the seconds between the chunks of a stream; the host launches each round and waits for it.
+        """Returns the seconds between the chunks of a stream.
 
-        A stream is slower than :meth:`run`, which launches all rounds at once.
+        The host launches each round and waits for it, so a stream is slower than :meth:`run`, which
+        launches all rounds at once.
         """
         times = []
         for latest in self.decoder.rounds(prompts, max_new_tokens=max_new_tokens):

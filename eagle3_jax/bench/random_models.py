@@ -1,4 +1,4 @@
-"""Models of real shapes with random weights, made on the device: speed and memory without a download.
+"""Models of real shapes with random weights: speed and memory without a download.
 
 Their text is meaningless and their drafts are accepted by chance, but a step costs as much as a
 step of the real model.
@@ -56,9 +56,12 @@ _SMALL = {
     ),
 }
 SHAPES = KNOWN_MODELS | _SMALL
-_MOST_POSITIONS = 8192  # more positions do not change the measurements
-_CUT = 4.0  # standard deviations; about one in 16,000 normal numbers is farther out
-_HEADROOM = 0.1  # share added for activations and programs
+# More positions do not change the measurements.
+_MOST_POSITIONS = 8192
+# Standard deviations; about one in 16,000 normal numbers is farther out.
+_CUT = 4.0
+# Share added for activations and programs.
+_HEADROOM = 0.1
 
 
 def shape_name(name: str) -> str:
@@ -88,7 +91,7 @@ def random_pair(
     num_layers: int | None = None,
     weights: str = "dense",
 ) -> tuple[LoadedTarget, LoadedDrafter]:
-    """Makes a target of a shape and its usual EAGLE-3 head on the device, without a copy on the host.
+    """Makes a target of a shape and its usual EAGLE-3 head on the device.
 
     Args:
         shape: A name of :data:`SHAPES`, or a configuration.
@@ -105,10 +108,12 @@ def random_pair(
     config = shape if isinstance(shape, DecoderConfig) else SHAPES[name]
     positions = min(config.max_positions, _MOST_POSITIONS)
     config = dataclasses.replace(config, layers=config.layers[:num_layers], max_positions=positions)
+
     head = usual_head(config, aux_layers=None if num_layers is None else (0, 1, 2))
     model = DecoderTarget(config, precision)
     drafter = Eagle3Drafter(head, precision=precision)
     target_key, head_key = jax.random.split(jax.random.key(0))
+
     params = _sample(_shapes(model, weights), target_key, precision)
     target = LoadedTarget(
         model,
@@ -118,6 +123,7 @@ def random_pair(
         name=f"{name}, random weights",
         weights=weights,
     )
+
     head_params = {
         "head": _sample(_shapes(drafter, weights), head_key, precision),
         "embedding": params["embedding"],
@@ -129,16 +135,27 @@ def random_pair(
 def bytes_needed(
     config: DecoderConfig, *, batch: int, capacity: int, precision: Precision = BFLOAT16
 ) -> int:
-    """Counts the device memory of a random pair and its caches for ``batch`` rows of ``capacity`` slots."""
+    """Counts the device memory of a random pair and its caches.
+
+    Args:
+        config: Configuration of the target.
+        batch: Number of rows.
+        capacity: Slots of a row.
+        precision: Precision of weights and activations.
+    """
     model = DecoderTarget(config, precision)
     drafter = Eagle3Drafter(usual_head(config), precision=precision)
     shapes = jax.tree.leaves((model.param_shapes(), drafter.param_shapes()))
     weights = sum(leaf.size for leaf in shapes) * jnp.dtype(precision.operands).itemsize
-    states = lambda: jax.tree.leaves(
-        (model.init_cache(batch, capacity), drafter.init({}, batch, capacity))
-    )
+
+    def states() -> list[jax.Array]:
+        return jax.tree.leaves(
+            (model.init_cache(batch, capacity), drafter.init({}, batch, capacity))
+        )
+
     caches = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.eval_shape(states))
-    logits = 4 * batch * 64 * config.vocab_size  # of the largest draft, in float32
+    # Of the largest draft, in float32.
+    logits = 4 * batch * 64 * config.vocab_size
     return int((weights + caches + logits) * (1 + _HEADROOM))
 
 
@@ -160,29 +177,31 @@ def why_not(needed: int, stats: Mapping[str, int] | None) -> str | None:
 
 
 def _shapes(part: DecoderTarget | Eagle3Drafter, weights: str) -> Any:
-    """Returns the shapes of parameters, with kernels of :class:`EightBitKernel` where the weights are in eight bits."""
+    """Returns the shapes of parameters, with :class:`EightBitKernel` for weights in eight bits."""
     shapes = part.param_shapes()
-    return (
-        shapes if weights == "dense" else eight_bit_shapes(shapes, part.param_products(), weights)
-    )
+    if weights == "dense":
+        return shapes
+    return eight_bit_shapes(shapes, part.param_products(), weights)
 
 
 def _sample(shapes: Any, key: jax.Array, precision: Precision) -> Any:
     """Samples one array at a time, so that at most one temporary copy exists."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=_is_kernel)
+
     arrays = []
     for (path, leaf), leaf_key in zip(leaves, jax.random.split(key, len(leaves)), strict=True):
         name = getattr(path[-1], "key", str(path[-1]))
+        # Outputs of a product then have the variance of its inputs.
         deviation = 1.0 if name == "embedding" else leaf.shape[0] ** -0.5
         if isinstance(leaf, EightBitKernel):
             arrays.append(_eight_bits(leaf, leaf_key, deviation))
         elif len(leaf.shape) == 1:
-            arrays.append(
-                jnp.full(leaf.shape, 1.0 if name == "scale" else 0.0, precision.activations)
-            )
+            value = 1.0 if name == "scale" else 0.0
+            arrays.append(jnp.full(leaf.shape, value, precision.activations))
         else:
             dtype = jnp.dtype(precision.operands).name
             arrays.append(_normal(leaf_key, shape=leaf.shape, scale=deviation, dtype=dtype))
+
     return jax.tree.unflatten(tree, arrays)
 
 
@@ -191,7 +210,7 @@ def _is_kernel(leaf: Any) -> bool:
 
 
 def _eight_bits(shapes: EightBitKernel, key: jax.Array, deviation: float) -> EightBitKernel:
-    """Samples a kernel: normal numbers, cut off at :data:`_CUT` standard deviations, which get the largest value."""
+    """Samples a kernel of normal numbers, cut off at :data:`_CUT` standard deviations."""
     largest = INT8_LARGEST if shapes.values.dtype == jnp.int8 else LARGEST
     dtype = shapes.values.dtype.name
     values = _rounded_normal(

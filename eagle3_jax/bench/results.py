@@ -16,6 +16,7 @@ from eagle3_jax.bench.step_costs import StepCosts
 from eagle3_jax.decode import LoadedTarget
 from eagle3_jax.measure.timing import Interval, Latency, Spread, geometric_mean, ratio_of_sums
 from eagle3_jax.stats import SpeculationStats
+from eagle3_jax.theory.speedup import round_cost
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,9 +82,8 @@ class Row:
     draft_cost: float | None  #: ``c``, draft step over the baseline's step.
     predicted_ratio: float | None  #: ``τ / (v + G·c)``.
     first_token: Latency  #: Time to first token in a batch (TTFT).
-    per_token: (
-        Latency  #: Time per output token after the first, of each batch in each repeat (TPOT).
-    )
+    #: Time per output token after the first, of each batch in each repeat (TPOT).
+    per_token: Latency
     #: Time between chunks of a stream, a round each, in separate runs; ``None`` for other engines.
     chunk: Latency | None
     #: Least memory traffic over the highest bandwidth measured on the device; above 1 the
@@ -115,9 +115,8 @@ class Report:
     max_new_tokens: int  #: Tokens per prompt.
     repeats: int  #: Interleaved repeats, warm-up not counted.
     batch_size: int  #: Prompts decoded at once.
-    programs_after_warm_up: (
-        int  #: Programs compiled while times were taken; the times are fair only if it is 0.
-    )
+    #: Programs compiled while times were taken; the times are fair only if it is 0.
+    programs_after_warm_up: int
     #: Highest bandwidth of the device, measured before and after the runs; ``None`` if not
     #: measured.
     bytes_per_second: float | None
@@ -125,7 +124,7 @@ class Report:
 
     @property
     def too_fast(self) -> list[Row]:
-        """Rows above the bandwidth of the device: the clock, the tokens or the bandwidth are wrong."""
+        """Rows above the bandwidth of the device: clock, tokens or bandwidth are wrong."""
         return [
             row for row in self.rows if row.bandwidth_share is not None and row.bandwidth_share > 1
         ]
@@ -141,16 +140,15 @@ class Measured:
 
     contender: Contender  #: The contender.
     compile_seconds: float  #: Compilation time in its warm-up.
-    runs: list[list[Run]] = dataclasses.field(
-        default_factory=list
-    )  #: Runs of each repeat and batch.
-    costs: list[StepCosts] = dataclasses.field(default_factory=list)  #: Costs of each repeat.
-    chunks: list[float] = dataclasses.field(
-        default_factory=list
-    )  #: Times between chunks, of all repeats.
+    #: Runs of each repeat and batch.
+    runs: list[list[Run]] = dataclasses.field(default_factory=list)
+    #: Costs of each repeat.
+    costs: list[StepCosts] = dataclasses.field(default_factory=list)
+    #: Times between chunks, of all repeats.
+    chunks: list[float] = dataclasses.field(default_factory=list)
 
     def seconds(self, *, total: bool = False) -> np.ndarray:
-        """Returns ``[repeat batch]`` seconds, without the prefill or with it."""
+        """Returns ``[repeat batch]`` seconds, without the prefill or, in ``total``, with it."""
         return np.array(
             [
                 [run.decode_seconds + total * run.prefill_seconds for run in runs]
@@ -159,14 +157,14 @@ class Measured:
         )
 
     def speeds(self, *, total: bool = False) -> np.ndarray:
-        """Returns the tokens per second of each repeat, without the prefill and its token or with both."""
+        """Returns the tokens per second of each repeat, in ``total`` with the prefill."""
         tokens = [
             sum(len(row) - (not total) for run in runs for row in run.tokens) for runs in self.runs
         ]
         return tokens / self.seconds(total=total).sum(axis=1)
 
     def times(self, *, total: bool = False) -> np.ndarray:
-        """Returns ``[repeat batch]`` seconds per token of a row, without the prefill and its token or with both."""
+        """Returns ``[repeat batch]`` seconds per token of a row, as :meth:`speeds` counts."""
         lengths = [[len(run.tokens[0]) - (not total) for run in runs] for runs in self.runs]
         return self.seconds(total=total) / lengths
 
@@ -175,7 +173,7 @@ class Measured:
         return [text for run in self.runs[repeat] for text in run.tokens]
 
     def acceptance(self) -> Acceptance | None:
-        """Returns acceptance in the first repeat; greedy decoding accepts the same in every repeat."""
+        """Returns acceptance in the first repeat; every repeat accepts the same."""
         stats = [run.stats for run in self.runs[0] if run.stats is not None]
         return Acceptance.of(stats) if self.contender.drafts and stats else None
 
@@ -211,13 +209,18 @@ def row_of(
     acceptance = measured.acceptance()
     tau = acceptance.mean_acceptance_length if acceptance else 1.0
     rows = len(plain.runs[0][0].tokens)
+
+    # S = τ / (v + G·c), with the costs in steps of the baseline.
     costs = measured.step_costs()
     verify = draft = predicted = None
     if costs is not None:
         step = rows / Spread.of(plain.speeds()).median
         verify = costs.verify_seconds / step
         draft = costs.draft_seconds / step
-        predicted = tau / (verify + contender.num_draft_steps * draft)
+        predicted = tau / round_cost(
+            contender.num_draft_steps, verify_cost=verify, draft_cost=draft
+        )
+
     share = None
     rounds_are_known = acceptance is not None or not contender.drafts
     if most_bytes_per_second and target is not None and rounds_are_known:
@@ -226,10 +229,13 @@ def row_of(
             target, tokens_per_second=speed, tokens_per_round=tau, rows=rows
         )
         share = traffic / most_bytes_per_second
+
     texts = measured.texts()
     same_texts = None
     if same_precision is not None and contender.lossless:
         same_texts = sum(map(operator.eq, texts, same_precision.texts()))
+
+    # The geometric mean over the repeats, of each batch.
     prompt_ratios = np.exp(np.log(plain.times() / times).mean(axis=0)).tolist()
     return Row(
         name=contender.name,
@@ -269,10 +275,13 @@ def _task_rows(
     rows = []
     for task in dict.fromkeys(itertools.chain(*tasks)):
         rows_of_task = [[row for row, name in enumerate(batch) if name == task] for batch in tasks]
+
+        # Only batches of this task alone have a time of the task.
         pure = [ratio for ratio, batch in zip(ratios, tasks, strict=True) if set(batch) == {task}]
         runs = zip(measured.runs[0], rows_of_task, strict=True)
         stats = [run.stats_of(batch_rows) for run, batch_rows in runs if batch_rows]
         is_known = measured.contender.drafts and None not in stats
+
         rows.append(
             TaskRow(
                 task=task,

@@ -1,4 +1,4 @@
-"""The measured roofline: a decoding step cannot be faster than its weights and caches can be read."""
+"""The measured roofline: a step cannot be faster than its weights and caches can be read."""
 
 from __future__ import annotations
 
@@ -18,25 +18,21 @@ Stream = tuple[jax.Array, jax.Array, jax.Array]
 
 _RUNS = 8
 _COLUMNS = 1024
-# Bytes that one launch moves at least, so that a launch of some microseconds is no part of the
-# bandwidth.
+# Bytes that one launch moves at least, so that its own microseconds do not count.
 _BYTES_OF_A_LAUNCH = {"cpu": 2**26}
 _BYTES_OF_A_LAUNCH_ELSEWHERE = 2**32
-_MOST_PASSES = 1000  # over an array that is small, for which the loop itself takes as long
-_STACKS = {
-    "gate_up",
-    "down",
-    "gate_up_bias",
-    "down_bias",
-}  # parameters of all experts of a layer together
+# Over an array that is small, for which the loop itself takes as long.
+_MOST_PASSES = 1000
+# Parameters of all experts of a layer together.
+_STACKS = {"gate_up", "down", "gate_up_bias", "down_bias"}
 
 
 def step_bytes(target: LoadedTarget, *, rows: int, context: int) -> int:
-    """Counts the bytes that a step of plain decoding must read: every weight once, and each row's keys and values.
+    """Counts the bytes that a step of plain decoding must read.
 
-    A step reads one row of the embedding table per token; the table is left out unless it is the
-    output projection too. Only the experts that one token goes through are counted, since all rows
-    may choose the same.
+    These are every weight once, and each row's keys and values. A step reads one row of the
+    embedding table per token; the table is left out unless it is the output projection too. Only
+    the experts that one token goes through are counted, since all rows may choose the same.
 
     Args:
         target: A target of this library's decoder.
@@ -64,12 +60,12 @@ def _unread_experts(params: Any, config: DecoderConfig) -> int:
 
 
 def bandwidth(size: int) -> float:
-    """Returns the bytes per second at which the device streams an array: the fastest of :func:`bandwidths`."""
+    """Returns the highest of :func:`bandwidths`."""
     return max(bandwidths(size).values())
 
 
 def bandwidths(size: int) -> dict[str, float]:
-    """Returns the bytes per second at which the device streams an array of ``size`` bytes, in three ways.
+    """Returns the bytes per second at which the device streams ``size`` bytes, in three ways.
 
     The ways are a sum, a copy (which writes as much as it reads) and a product with few rows, as
     decoding has. Each is repeated within one program, so that the time of a launch is divided by
@@ -90,20 +86,21 @@ def passes_of(size: int) -> int:
 
 
 def stream_arrays(size: int) -> Stream:
-    """Returns the matrix of ``size`` bytes that is streamed, a row for the product, and the sum of the columns."""
+    """Returns the matrix of ``size`` bytes, a row for the product, and the sum of the columns."""
     matrix = jnp.ones((max(size // (4 * _COLUMNS), 1), _COLUMNS), jnp.float32)
     row = jnp.ones((1, matrix.shape[0]), jnp.float32)
     return matrix, row, jnp.ones((_COLUMNS,), jnp.float32)
 
 
 def seconds_per_pass(way: str, arrays: Stream, *, passes: int) -> float:
-    """Returns the time of one pass over the matrix, in the fastest of several launches after one that compiles.
+    """Returns the time of one pass over the matrix, in the fastest of several launches.
 
     Args:
         way: A key of :data:`WAYS`.
         arrays: The arrays of :func:`stream_arrays`, which the launches consume.
         passes: Number of passes in a launch.
     """
+    # The first launch compiles.
     arrays = jax.block_until_ready(_stream(arrays, way=way, passes=passes))
     fastest = float("inf")
     for _ in range(_RUNS):
@@ -115,11 +112,16 @@ def seconds_per_pass(way: str, arrays: Stream, *, passes: int) -> float:
 
 @functools.partial(jax.jit, static_argnames=("way", "passes"), donate_argnames=("arrays",))
 def _stream(arrays: Stream, *, way: str, passes: int) -> Stream:
-    """Passes over the matrix several times. The arrays are consumed, so that the copy is made in place."""
+    """Passes over the matrix several times.
+
+    The arrays are consumed, so that the copy is made in place.
+    """
     one_pass, _ = WAYS[way]
-    return lax.fori_loop(
-        0, passes, lambda _, arrays: lax.optimization_barrier(one_pass(*arrays)), arrays
-    )
+
+    def stream_once(_: jax.Array, arrays: Stream) -> Stream:
+        return lax.optimization_barrier(one_pass(*arrays))
+
+    return lax.fori_loop(0, passes, stream_once, arrays)
 
 
 #: What a pass does with the matrix, the row and the sum, and how often that moves the matrix. Every
@@ -149,11 +151,11 @@ def ceiling(target: LoadedTarget, *, rows: int, context: int, large: int = 2**30
 def least_bytes_per_second(
     target: LoadedTarget, *, tokens_per_second: float, tokens_per_round: float, rows: int
 ) -> float:
-    """Returns the least memory traffic of decoding at some speed: target steps per second times bytes of a step.
+    """Returns the least memory traffic of decoding at some speed, in bytes per second.
 
-    ``τ`` counts rounds with a draft. A round without one writes one token and reads no less, so the
-    result is a lower bound for methods that do not always draft. Neither caches nor drafting are
-    counted.
+    It is the steps per second of the target times the bytes of a step. ``τ`` counts rounds with a
+    draft. A round without one writes one token and reads no less, so the result is a lower bound
+    for methods that do not always draft. Neither caches nor drafting are counted.
 
     Args:
         target: The target, whose weights every step reads.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 from eagle3_jax import loop as loops
 from eagle3_jax.bench.contenders import Tokens
 from eagle3_jax.decode import SpeculativeDecoder
+from eagle3_jax.measure.timing import timed
 from eagle3_jax.stats import SpeculationStats
 
 CompilerOptions = Mapping[str, str | int | float | bool]
@@ -47,7 +47,7 @@ def timed_rounds(
     tokens: int,
     compiler_options: CompilerOptions | None = None,
 ) -> Pace:
-    """Times one launch of the loop after a prefill. The time of the first call includes compilation.
+    """Times one launch of the loop after a prefill; the first call also compiles.
 
     Args:
         decoder: A decoder without stop tokens; otherwise a row may end early.
@@ -60,11 +60,11 @@ def timed_rounds(
     state = decoder.prefill(prompts, max_new_tokens=max_new_tokens)
     prefilled = jax.device_get(state.length)
     state = state.replace(limit=jnp.minimum(state.limit, state.length + tokens))
-    state = jax.block_until_ready(state)  # otherwise the time would include the end of the prefill
+    # Otherwise the time would include the end of the prefill.
+    state = jax.block_until_ready(state)
     run = _run(tuple(sorted((compiler_options or {}).items())))
-    start = time.perf_counter()
-    state = jax.block_until_ready(run(decoder.loop, decoder.params, state))
-    seconds = time.perf_counter() - start
+    state, seconds = timed(run, decoder.loop, decoder.params, state)
+
     length, stats = jax.device_get((state.length, state.stats))
     written = length - prefilled
     rounds = count_rounds(stats, written)
@@ -72,11 +72,11 @@ def timed_rounds(
 
 
 def count_rounds(stats: SpeculationStats, written: np.ndarray) -> np.ndarray:
-    """Returns the rounds of each row, from its counters and the number of tokens that it wrote after the prefill.
+    """Returns the rounds of each row, from its counters and the number of tokens it wrote.
 
-    A round without a draft, which prompt lookup has, is not counted among the drafts and writes one
-    token. Accepted tokens after the limit are missing in ``written``, so the number of such rounds
-    can be a little too small.
+    The token of the prefill is not counted. A round without a draft, which prompt lookup has, is
+    not counted among the drafts and writes one token. Accepted tokens after the limit are missing
+    in ``written``, so the number of such rounds can be a little too small.
     """
     return np.maximum(stats.num_drafts, written - stats.num_accepted_tokens)
 

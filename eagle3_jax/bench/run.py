@@ -1,4 +1,4 @@
-"""Speed of decoding: interleaved runs after a warm-up, with their spread and the prediction of the cost model.
+"""Speed of decoding: interleaved runs with their spread, and the prediction of the cost model.
 
 The model is ``S = τ / (v + G·c)`` (Leviathan et al., 2023, theorem 3.8, with a verification that is
 not free): ``τ`` tokens per round, ``v`` the cost of a verification and ``c`` that of a draft step,
@@ -69,19 +69,24 @@ def measure(
         raise ValueError("a benchmark needs at least one prompt, one repeat and two new tokens")
     if tasks and len(tasks) != len(prompts):
         raise ValueError(f"{len(tasks)} tasks for {len(prompts)} prompts; give one each, or none")
+
     starts = range(0, len(prompts), batch_size)
     batches = [list(prompts[start : start + batch_size]) for start in starts]
     ours = [contender for contender in contenders if isinstance(contender, DecoderContender)]
     targets = {contender.dtype: contender.decoder.target for contender in reversed(ours)}
     options = {"max_new_tokens": max_new_tokens, "cost_rounds": cost_rounds, "streams": streams}
+
     results = []
     for contender in contenders:
         if _fits(contender, batch_size):
             on_progress(f"compiling {contender.name}")
-            with CompileClock() as clock:  # prompts of other lengths may need other programs
+            # All batches, since prompts of other lengths may need other programs.
+            with CompileClock() as clock:
                 _measure_pass(Measured(contender, 0.0), batches, **options)
             results.append(Measured(contender, clock.seconds))
             on_result(f"{contender.name}: compiled in {clock.seconds:.1f} s")
+
+    # Before and after the runs: a shared machine is not equally fast all the time.
     limits = [_ceiling(targets.values(), batch_size, large)]
     done = 0
     with CompileClock() as clock:
@@ -99,9 +104,8 @@ def measure(
             repeats = done
             for measured in results:
                 del measured.runs[done:], measured.costs[done:]
-    limits.append(
-        _ceiling(targets.values(), batch_size, large)
-    )  # a shared machine is not equally fast all the time
+    limits.append(_ceiling(targets.values(), batch_size, large))
+
     plain = [measured for measured in results if measured.contender.name in baselines]
     baseline = max(plain, key=lambda measured: Spread.of(measured.speeds()).median)
     by_precision = {measured.contender.dtype: measured for measured in plain}
@@ -118,6 +122,7 @@ def measure(
         )
         for measured in results
     ]
+
     return Report(
         rows=rows,
         baseline=baseline.contender.name,
@@ -146,9 +151,13 @@ def _measure_pass(
     cost_rounds: int,
     streams: int,
 ) -> None:
-    """Runs a contender on all batches once, and measures the costs and the chunks of a decoder of this library."""
+    """Runs a contender on all batches once.
+
+    Of a decoder of this library the costs and the chunks are measured too.
+    """
     contender = measured.contender
     measured.runs.append([contender.run(batch, max_new_tokens) for batch in batches])
+
     if not isinstance(contender, DecoderContender):
         return
     for batch in batches[:streams]:

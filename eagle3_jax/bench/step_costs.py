@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from eagle3_jax.cache import Cache, KeyValue, KeyValues, LayerCache
 from eagle3_jax.decode import SpeculativeDecoder
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.loop import GenerationState, LoopParams, SpeculativeLoop
+from eagle3_jax.measure.timing import timed
 from eagle3_jax.models.latent_keys import LatentKeys
 from eagle3_jax.tree import causal_mask
 from eagle3_jax.types import Observation, TargetOutput
@@ -54,15 +54,19 @@ def step_costs(
     """
     drafter = decoder.loop.drafter
     rounds = min(rounds, max_new_tokens - 1)
+
+    # Plain decoding with padding in place of a draft, which is rejected like one.
     verifying = SpeculativeDecoder(decoder.target, Plain(drafter.num_nodes), stop_tokens=())
-    verify = timed_rounds(
-        verifying, prompts, max_new_tokens=max_new_tokens, tokens=rounds
-    ).seconds_per_round
+    pace = timed_rounds(verifying, prompts, max_new_tokens=max_new_tokens, tokens=rounds)
+
     block = _first_output(decoder, prompts, drafter.num_nodes).written
-    commits = lambda state: _commit_rounds(state.cache, block, loop=decoder.loop, rounds=rounds)
-    commit = _seconds(commits, decoder, prompts, max_new_tokens) / rounds
+
+    def commit_rounds(state: GenerationState) -> Cache:
+        return _commit_rounds(state.cache, block, loop=decoder.loop, rounds=rounds)
+
+    commit = _seconds(commit_rounds, decoder, prompts, max_new_tokens) / rounds
     draft = draft_seconds(decoder, prompts, max_new_tokens=max_new_tokens, rounds=rounds)
-    return StepCosts(verify, draft, commit)
+    return StepCosts(pace.seconds_per_round, draft, commit)
 
 
 def draft_seconds(
@@ -72,11 +76,13 @@ def draft_seconds(
     drafter = decoder.loop.drafter
     if isinstance(drafter, Plain):
         return 0.0
+
     features = _first_output(decoder, prompts, drafter.max_depth + 1).features
-    drafts = lambda state: _draft_rounds(
-        decoder.loop, decoder.params, state, features, rounds=rounds
-    )
-    return _seconds(drafts, decoder, prompts, max_new_tokens) / rounds / drafter.max_depth
+
+    def draft_rounds(state: GenerationState) -> Any:
+        return _draft_rounds(decoder.loop, decoder.params, state, features, rounds=rounds)
+
+    return _seconds(draft_rounds, decoder, prompts, max_new_tokens) / rounds / drafter.max_depth
 
 
 def target_seconds(
@@ -93,10 +99,11 @@ def target_seconds(
         rounds: Forwards averaged over.
     """
     tokens = _some_tokens(prompts, decoder.loop.drafter.num_nodes)
-    forwards = lambda state: _target_rounds(
-        decoder.params, state.cache, tokens, loop=decoder.loop, rounds=rounds
-    )
-    return _seconds(forwards, decoder, prompts, max_new_tokens) / rounds
+
+    def target_rounds(state: GenerationState) -> Any:
+        return _target_rounds(decoder.params, state.cache, tokens, loop=decoder.loop, rounds=rounds)
+
+    return _seconds(target_rounds, decoder, prompts, max_new_tokens) / rounds
 
 
 def _seconds(
@@ -108,9 +115,8 @@ def _seconds(
     """Times a program that is launched with the state after the prompts."""
     # One program at a time: two of them can starve each other of the few threads that a CPU has.
     state = jax.block_until_ready(decoder.prefill(prompts, max_new_tokens=max_new_tokens))
-    start = time.perf_counter()
-    jax.block_until_ready(launch(state))
-    return time.perf_counter() - start
+    _, seconds = timed(launch, state)
+    return seconds
 
 
 def _some_tokens(prompts: Sequence[Tokens], count: int) -> Int[Array, "B T"]:
@@ -144,9 +150,8 @@ def _target_rounds(
 
     def verify(index: Array, carry: tuple[Cache, Array]) -> tuple[Cache, Array]:
         cache, _ = carry
-        draft = (
-            tokens + index
-        ) % target.vocab_size  # different every time, or XLA would run the target only once
+        # Different tokens every time, or XLA would run the target only once.
+        draft = (tokens + index) % target.vocab_size
         output = target(
             params.target, draft, positions, causal_mask(num_nodes), cache, **loop.target_options
         )
@@ -161,7 +166,10 @@ def _target_rounds(
 def _first_forward(
     loop: SpeculativeLoop, params: LoopParams, tokens: Int[Array, "B T"]
 ) -> TargetOutput:
-    """Runs the target with an empty cache. Its output has features, and keys and values or changes of a state."""
+    """Runs the target with an empty cache.
+
+    Its output has features, and keys and values or changes of a state.
+    """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     empty = loop.target.init_cache(*tokens.shape)
     mask = causal_mask(tokens.shape[1])
@@ -171,7 +179,10 @@ def _first_forward(
 
 
 def _written(layer: LayerCache, new: Any, length: Int[Array, " B"]) -> Any:
-    """Writes a block after the committed slots, as a forward does; a layer without slots is left as it is."""
+    """Writes a block after the committed slots, as a forward does.
+
+    A layer without slots is not changed.
+    """
     if isinstance(layer, KeyValues):
         return layer.write(new, length)
     if isinstance(layer, LatentKeys):
@@ -217,9 +228,8 @@ def _draft_rounds(
         tokens = draft.tokens[:, : features.shape[1]]
         seen = Observation(
             tokens=tokens,
-            features=jnp.roll(
-                features, index, axis=1
-            ),  # different every time, or XLA would fuse them only once
+            # Different features every time, or XLA would fuse them only once.
+            features=jnp.roll(features, index, axis=1),
             length=jnp.ones_like(state.length),
             next_token=tokens[:, -1],
         )

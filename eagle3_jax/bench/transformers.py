@@ -1,8 +1,9 @@
-"""Hugging Face transformers as a contender of the benchmark: ``generate``, and its assisted generation."""
+"""Hugging Face transformers as a contender: ``generate``, and its assisted generation."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,8 +26,9 @@ class TransformersContender(Contender):
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.drafts = bool(self.options)  # assisted generation does not tell in how many rounds
-        self.largest_batch = 1 if self.options else None  # and takes one prompt at a time
+        # Assisted generation does not tell in how many rounds, and takes one prompt at a time.
+        self.drafts = bool(self.options)
+        self.largest_batch = 1 if self.options else None
 
     @classmethod
     def load(
@@ -53,6 +55,7 @@ class TransformersContender(Contender):
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
+
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
         model = model.to("cuda" if on_gpu else "cpu")  # type: ignore[arg-type]
         plain = cls("transformers generate", dtype, model)
@@ -72,12 +75,11 @@ class TransformersContender(Contender):
         from torch.nn.utils.rnn import pad_sequence
 
         rows = [torch.tensor(prompt, device=self.model.device) for prompt in prompts]
-        ids = pad_sequence(
-            rows, batch_first=True, padding_side="left"
-        )  # where generation does not see the padding
-        real = pad_sequence(
-            [torch.ones_like(row) for row in rows], batch_first=True, padding_side="left"
-        )
+        # On the left, where generation does not see the padding.
+        pad = functools.partial(pad_sequence, batch_first=True, padding_side="left")
+        ids = pad(rows)
+        real = pad([torch.ones_like(row) for row in rows])
+
         start = time.perf_counter()
         with torch.inference_mode():
             output = self.model.generate(
@@ -90,5 +92,6 @@ class TransformersContender(Contender):
                 pad_token_id=0,
                 **self.options,
             )
-        new = output[:, ids.shape[1] :].tolist()  # on the host, so nothing is left to wait for
+        # On the host, so nothing is left to wait for.
+        new = output[:, ids.shape[1] :].tolist()
         return time.perf_counter() - start, new

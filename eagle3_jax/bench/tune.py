@@ -29,8 +29,8 @@ from eagle3_jax.theory.speedup import Rates, rates, rates_for_speedup, round_cos
 from eagle3_jax.topology import DynamicTree, StaticTree, tree_name
 from eagle3_jax.types import Drafter
 
-_LARGEST = 512  # the last entry of a schedule, plain decoding, reaches at least this many rows
-
+# The last entry of a schedule, plain decoding, reaches at least this many rows.
+_LARGEST = 512
 _PLAIN = "plain"
 
 
@@ -60,10 +60,10 @@ class Candidate:
     def of(
         cls, shape: Shape, *, plain: ArrayLike, verify: ArrayLike, draft: ArrayLike
     ) -> Candidate:
-        """The candidate from the seconds of a plain step, a verification and a draft step in every repeat.
+        """The candidate from the seconds of a plain step, a verification and a draft step.
 
-        Costs are ratios within a repeat: a machine that slows down for a while slows the plain step
-        as well.
+        Each has a number for every repeat. Costs are ratios within a repeat: a machine that slows
+        down for a while slows the plain step as well.
         """
         verify_cost = np.divide(verify, plain)
         draft_cost = np.divide(draft, plain)
@@ -111,11 +111,11 @@ def median_speedup(candidate: Candidate) -> float:
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The draft of the largest ``S``, or a shorter one that is as good; ``None``, plain decoding, if none pays off.
+    """The draft of the largest ``S``, or a shorter one that is as good.
 
-    A draft is as good if it reaches the first quartile of the largest ``S``: such a difference is
-    within the spread of the repeats, and a shorter draft loses less when acceptance is lower. Plain
-    decoding is the shortest, ``S = 1``.
+    ``None`` is plain decoding, if none pays off. A draft is as good if it reaches the first
+    quartile of the largest ``S``: such a difference is within the spread of the repeats, and a
+    shorter draft loses less when acceptance is lower. Plain decoding is the shortest, ``S = 1``.
     """
     bar = max(candidates, key=median_speedup).speedup.low if candidates else 0.0
     if bar <= 1.0:
@@ -128,18 +128,19 @@ def choose(candidates: Sequence[Candidate]) -> Candidate | None:
 
 
 def schedule_of(lengths: Sequence[tuple[int, int]]) -> SpeculationSchedule | None:
-    """Returns a schedule of the best chain at each measured batch size; ``None`` when drafting pays off at none.
+    """Returns a schedule of the best chain at each measured batch size.
 
-    An entry covers the sizes above the measured size before it, up to its own. Costs grow with the
-    batch, so the best length at the upper end is the cautious choice for the sizes between. Above
-    the largest measured size the last entry drafts nothing; without it, vLLM would continue with
-    the last length.
+    It is ``None`` when drafting pays off at none. An entry covers the sizes above the measured size
+    before it, up to its own. Costs grow with the batch, so the best length at the upper end is the
+    cautious choice for the sizes between. Above the largest measured size the last entry drafts
+    nothing; without it, vLLM would continue with the last length.
 
     Args:
         lengths: ``(batch, K)`` with ascending batches; 0 is plain decoding.
     """
     if not any(length for _, length in lengths):
         return None
+
     entries: list[tuple[int, int, int]] = []
     plain = (max(_LARGEST, lengths[-1][0] + 1), 0)
     start = 1
@@ -155,14 +156,13 @@ class BreakEven:
     """The acceptance above which a chain is faster than plain decoding."""
 
     mean_acceptance_length: float  #: ``τ`` at which ``S`` is 1: the cost of a round in plain steps.
-    needed: (
-        Rates | None
-    )  #: The rates that give it; ``None`` where even a chain accepted in full is slower.
+    #: The rates that give it; ``None`` where even a chain accepted in full is slower.
+    needed: Rates | None
     measured: Rates  #: The rates of the measured ``τ``.
 
 
 def break_even(candidate: Candidate) -> BreakEven:
-    """Returns ``τ = v + K·c`` of a chain, with its draft acceptance rate and its conditional acceptance rate."""
+    """Returns ``τ = v + K·c`` of a chain, with both acceptance rates."""
     shape = candidate.shape
     costs = {"verify_cost": candidate.verify_cost, "draft_cost": candidate.draft_cost}
     return BreakEven(
@@ -296,6 +296,7 @@ def tune(
                 f"a draft of {depth} tokens does not fit {max_new_tokens} new tokens, the first of"
                 f" which is the prefill's; give drafts of 1 to {max_new_tokens - 1}"
             )
+
     decoder_of = functools.partial(SpeculativeDecoder, target, drafter, stop_tokens=())
     decoders = {_PLAIN: SpeculativeDecoder(target, stop_tokens=())}
     for k in lengths:
@@ -303,13 +304,16 @@ def tune(
     for tree in trees:
         suffix = f" top {tree.top_k}" if isinstance(tree, DynamicTree) else ""
         decoders[tree_name(tree) + suffix] = decoder_of(tree=tree)
+
     contenders = [DecoderContender(name, "", decoder) for name, decoder in decoders.items()]
     bench = _Bench(contenders, prompts, max_new_tokens, repeats, rounds, on_progress)
+
     shapes = []
     largest_batch = min(len(prompts), sizes[-1])
     for contender in contenders[1:]:
         shapes.append(bench.shape(contender, largest_batch))
         on_result(f"{contender.name}: τ {shapes[-1].mean_acceptance_length:.2f}")
+
     tunings: list[BatchTuning] = []
     checks: list[Check] = []
     try:
@@ -326,6 +330,7 @@ def tune(
     except KeyboardInterrupt:
         if not tunings:
             raise
+
     return Tuning(
         batches=tuple(tunings),
         checks=tuple(checks),
@@ -336,12 +341,15 @@ def tune(
 
 
 def num_steps(*, shapes: int, batches: int, repeats: int, check: bool) -> int:
-    """Returns the number of steps that :func:`tune` reports. ``batches`` counts different batch sizes."""
+    """Returns the number of steps that :func:`tune` reports, for numbers of its arguments."""
     return shapes + batches * (repeats + 1) * (shapes + 1) + check * min(batches, 2)
 
 
 def _filled(prompts: Sequence[Tokens], size: int) -> list[list[Tokens]]:
-    """Returns batches of exactly this size with every prompt; the last one is filled with the first prompts."""
+    """Returns batches of exactly this size with every prompt.
+
+    The last one is filled with the first prompts.
+    """
     endless = itertools.cycle(prompts)
     return [list(itertools.islice(endless, size)) for _ in range(0, len(prompts), size)]
 
@@ -375,6 +383,7 @@ class _Bench(NamedTuple):
         stats = SpeculationStats.merge([run.stats for run in runs if run.stats is not None])
         rounds = sum(int(_rounds(run).sum()) for run in runs)
         per_position = np.atleast_1d(stats.num_accepted_tokens_per_pos) / rounds
+
         return Shape(
             name=contender.name,
             num_draft_tokens=loop.drafter.num_nodes - 1,
@@ -387,7 +396,8 @@ class _Bench(NamedTuple):
     def costs(self, shapes: Sequence[Shape], size: int) -> BatchTuning:
         """Measures the costs of every draft at one batch size."""
         batch = _filled(self.prompts, size)[0]
-        seconds = np.zeros((1 + self.repeats, len(self.contenders), 2))  # the first repeat compiles
+        # Verification and draft step of each; the first repeat compiles.
+        seconds = np.zeros((1 + self.repeats, len(self.contenders), 2))
         for repeat, index in np.ndindex(*seconds.shape[:2]):
             contender = self.contenders[index]
             step = f"repeat {repeat} of {self.repeats}" if repeat else "compiling"
@@ -396,6 +406,7 @@ class _Bench(NamedTuple):
                 contender.decoder, batch, max_new_tokens=self.max_new_tokens, rounds=self.rounds
             )
             seconds[repeat, index] = [costs.verify_seconds, costs.draft_seconds]
+
         verify, draft = seconds[1:].T
         candidates = [
             Candidate.of(shape, plain=verify[0], verify=verify[index], draft=draft[index])
@@ -412,15 +423,18 @@ class _Bench(NamedTuple):
         (contender,) = [
             contender for contender in self.contenders if contender.name == fastest.shape.name
         ]
+
         ratios = []
         running = 1.0
-        for _ in range(self.repeats + 1):  # the first one compiles
+        # The first repeat compiles.
+        for _ in range(self.repeats + 1):
             plain = self.decode(self.contenders[0], tuning.batch)
             drafted = self.decode(contender, tuning.batch)
             plain_seconds = sum(run.decode_seconds for run in plain)
             ratios.append(plain_seconds / sum(run.decode_seconds for run in drafted))
             rounds = np.array([_rounds(run) for run in drafted])
             running = float(rounds.mean(axis=1).sum() / rounds.max(axis=1).sum())
+
         return Check(
             batch=tuning.batch,
             shape=fastest.shape.name,

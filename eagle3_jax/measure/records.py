@@ -1,4 +1,7 @@
-"""Records of measurements as JSON files: written after every figure, and continued by the same command."""
+"""Records of measurements as JSON files.
+
+They are written after every figure, and the same command continues them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ def read_record(path: Path, conditions: Mapping[str, Any]) -> dict[str, Any] | N
             them makes its figures incomparable with new ones.
 
     Raises:
-        ValueError: The file is no such record, or one of other conditions.
+        ValueError: The file is not such a record, or one of other conditions.
     """
     if not path.exists():
         return None
@@ -33,7 +36,9 @@ def read_record(path: Path, conditions: Mapping[str, Any]) -> dict[str, Any] | N
         record = json.loads(path.read_text())
         changed = [name for name in conditions if record.get(name) != conditions[name]]
     except (ValueError, AttributeError):
-        raise ValueError(f"{path} is no record of this experiment; give another --output") from None
+        raise ValueError(
+            f"{path} is not a record of this experiment; give another --output"
+        ) from None
     if changed:
         raise ValueError(
             f"{path} holds a run with another {', '.join(changed)}; give another --output"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -16,6 +16,15 @@ _PERCENTILES = (0.5, 0.9, 0.99)
 _QUARTILES = (0.5, 0.25, 0.75)
 _RESAMPLES = 4999
 _SEED = 0
+
+Result = TypeVar("Result")
+
+
+def timed(compute: Callable[..., Result], *arguments: Any, **options: Any) -> tuple[Result, float]:
+    """Returns the result of a computation, and the seconds until its arrays are complete."""
+    start = time.perf_counter()
+    result = jax.block_until_ready(compute(*arguments, **options))
+    return result, time.perf_counter() - start
 
 
 class CompileClock:
@@ -77,7 +86,10 @@ class Latency:
 
     @classmethod
     def of(cls, seconds: Iterable[float]) -> Latency:
-        """Returns percentiles of at least one value; with fewer than a hundred, ``p99`` is close to the largest."""
+        """Returns percentiles of at least one value.
+
+        With fewer than a hundred values ``p99`` is close to the largest.
+        """
         return cls(*np.quantile(np.fromiter(seconds, float), _PERCENTILES).tolist())
 
 
@@ -120,9 +132,10 @@ class Quantiles:
 
 
 def quantile(values: np.ndarray, share: float) -> Interval:
-    """Returns a quantile with its interval, whose ends are two of the values (Conover, 1999, section 3.2).
+    """Returns a quantile with its interval.
 
-    An end is ``None`` where there are too few values to give one.
+    The ends are two of the values (Conover, 1999, section 3.2), or ``None`` where there are too few
+    values to give one.
     """
     from scipy import stats
 
@@ -132,16 +145,20 @@ def quantile(values: np.ndarray, share: float) -> Interval:
 
 
 def ratio_of_sums(numerators: ArrayLike, denominators: ArrayLike) -> Interval:
-    """Returns ``Σ numerators / Σ denominators``, resampled in pairs (percentile bootstrap; Efron, 1979).
+    """Returns ``Σ numerators / Σ denominators``, resampled in pairs.
+
+    The interval is that of the percentile bootstrap (Efron, 1979).
 
     Args:
         numerators: At least one value, such as the seconds of the baseline for each batch in each
             repeat.
         denominators: The seconds of a contender on the same batches in the same repeats.
     """
-    return _interval(
-        lambda above, below, axis: above.sum(axis) / below.sum(axis), numerators, denominators
-    )
+
+    def ratio(above: np.ndarray, below: np.ndarray, axis: int) -> Any:
+        return above.sum(axis) / below.sum(axis)
+
+    return _interval(ratio, numerators, denominators)
 
 
 def geometric_mean(ratios: ArrayLike) -> Interval:
@@ -150,12 +167,14 @@ def geometric_mean(ratios: ArrayLike) -> Interval:
 
 
 def _interval(statistic: Callable[..., Any], *data: ArrayLike) -> Interval:
-    from scipy import stats  # here, because importing it takes longer than most uses of this module
+    # Importing it takes longer than most uses of this module.
+    from scipy import stats
 
     arrays = [np.asarray(values, float) for values in data]
     value = float(statistic(*arrays, axis=0))
     if arrays[0].size < 2:
         return Interval(value)
+
     bootstrap = stats.bootstrap(
         arrays,
         statistic,

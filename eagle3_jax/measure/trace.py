@@ -31,7 +31,7 @@ def record(
     sampling: SamplingParams,
     seed: int | Sequence[int],
 ) -> Trace:
-    """Generates round by round with the step that ``generate`` compiles into its loop, and records every round.
+    """Generates round by round, with the step of ``generate``, and records every round.
 
     Args:
         decoder: The decoder.
@@ -44,6 +44,7 @@ def record(
     start = time.perf_counter()
     state = decoder.prefill(encoded, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
     rounds: list[list[dict[str, Any]]] = [[] for _ in encoded]
+
     while (running := to_host(state.running)).any():
         latest = decoder.step(state)
         for row, description in enumerate(describe(latest)):
@@ -51,6 +52,7 @@ def record(
                 rounds[row].append(description)
         state = latest.state
     seconds = time.perf_counter() - start
+
     traces = [
         {"prompt_ids": ids, "rounds": of_prompt}
         for ids, of_prompt in zip(encoded, rounds, strict=True)
@@ -65,9 +67,11 @@ def describe(latest: Round) -> list[dict[str, Any]]:
     nodes_of_rows = (draft.tokens, draft.parents, latest.positions, draft.valid)
     outcomes = (verdict.path, verdict.num_accepted, verdict.next_token)
     columns = to_host((*nodes_of_rows, *outcomes))
+
     rows = []
     for tokens, parents, positions, valid, path, accepted, following in zip(*columns, strict=True):
         nodes = np.flatnonzero(valid)
+        # The nodes that are not padding, counted from 0.
         number = {int(node): index for index, node in enumerate(nodes)} | {-1: -1}
         rows.append(
             {

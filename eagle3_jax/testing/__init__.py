@@ -1,4 +1,4 @@
-"""The contracts that the loop relies on, as checks of your own drafter, target or acceptance rule."""
+"""The contracts of the loop, as checks of your own drafter, target or acceptance rule."""
 
 from eagle3_jax.testing.drafter import DRAFTER_CHECKS, check_drafter
 from eagle3_jax.testing.report import ContractReport, Finding

@@ -22,12 +22,22 @@ from eagle3_jax.checks import check_draft, check_rows, checked_state, declares_c
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
 from eagle3_jax.sampling import row_keys
 from eagle3_jax.testing.frequencies import DETECTED, Evidence
-from eagle3_jax.testing.report import PROTOCOL, Broken, ContractReport, NotRun, class_name, examine
+from eagle3_jax.testing.report import (
+    PROTOCOL,
+    Broken,
+    ContractReport,
+    NotRun,
+    class_name,
+    examine,
+    require_accepted,
+    require_no,
+)
 from eagle3_jax.testing.subject import (
     Subject,
     has_low_precision,
     mix_rows,
     name_rows,
+    repeat_row,
     require_protocol,
 )
 from eagle3_jax.testing.target import forward, reference_logits, require_greedy_output
@@ -35,10 +45,12 @@ from eagle3_jax.tree import ancestor_mask, causal_mask, depths
 from eagle3_jax.types import Draft, Drafter, Observation, SamplingParams
 
 ROWS = 4
-SIZE = 6  # tokens of an observation
-LONG = 72  # tokens of a long text
+# Tokens of an observation, and of a long text.
+SIZE = 6
+LONG = 72
 CAPACITY = 4 * SIZE + LONG
-LENGTHS = (SIZE, 3, 1, SIZE - 1)  # ragged; the first row is full
+# Ragged; the first row is full.
+LENGTHS = (SIZE, 3, 1, SIZE - 1)
 SAMPLING = SamplingParams(
     temperature=np.array([0.0, 0.7, 1.5, 1.0], np.float32),
     top_k=np.array([0, 3, 0, 0], np.int32),
@@ -47,9 +59,12 @@ SAMPLING = SamplingParams(
 # The distribution of four tokens is enumerated, each among the three likeliest.
 TOP = 3
 HORIZON = 4
-_NEAR = 1e-3  # logits closer than this may change places with the order of sums
-_SUM = 2e-5  # largest distance from 1 of sums of float32 probabilities over large vocabularies
-_GROUPS = 8  # tokens of a parent below which a node is tested separately, the most frequent ones
+# Logits closer than this may change places with the order of sums.
+_NEAR = 1e-3
+# Largest distance from 1 of sums of float32 probabilities over large vocabularies.
+_SUM = 2e-5
+# Tokens of a parent below which a node is tested separately, the most frequent ones.
+_GROUPS = 8
 
 
 def check_drafter(
@@ -99,13 +114,16 @@ def check_drafter(
 def sample_observation(
     subject: Subject, length: tuple[int, ...] = LENGTHS, *, stream: int = 0, size: int = SIZE
 ) -> Observation:
-    """Returns random tokens with the target's features, ``[ROWS size]``; ``length`` of each row are real."""
+    """Returns random tokens ``[ROWS size]`` with the target's features.
+
+    The first ``length`` tokens of each row are real.
+    """
     random = subject.random(stream)
-    ids = random.integers(
-        0, subject.target.vocab_size, 2
-    )  # two ids, so that texts repeat themselves, for lookups
+    # Two ids, so that texts repeat themselves, for lookups.
+    ids = random.integers(0, subject.target.vocab_size, 2)
     tokens = random.choice(ids, (ROWS, size)).astype(np.int32)
     next_token = random.choice(ids, ROWS)
+
     positions = np.broadcast_to(np.arange(size, dtype=np.int32), tokens.shape)
     output, _ = forward(
         subject, tokens, positions, causal_mask(size), aux_layers=subject.part.aux_layers
@@ -158,6 +176,7 @@ def observe(
     if state is None:
         state = subject.part.init(subject.params, ROWS, CAPACITY)
         check_rows(subject.part, state, ROWS)
+
     program = program or subject.once(compile_observe)
     for observation in observations:
         state = program(subject.params, state, observation)
@@ -195,11 +214,12 @@ def draft_after_prompt(subject: Subject) -> HostDraft:
 
 def sample_drafts(subject: Subject, state: Any, row: int, samples: int) -> Iterator[HostDraft]:
     """Yields drafts with many keys from the state of one row."""
+    # As many rows as keep the probabilities of a batch within 32 MB.
     size = subject.part.num_nodes * subject.target.vocab_size
     rows = int(np.clip(2**23 // size, 1, 1024))
-    repeat = lambda leaf: jnp.repeat(jnp.asarray(leaf)[row : row + 1], rows, axis=0)
-    state = jax.tree.map(repeat, state)
-    sampling = jax.tree.map(repeat, SAMPLING)
+
+    state = repeat_row(state, row, rows)
+    sampling = repeat_row(SAMPLING, row, rows)
     program = subject.once(compile_propose)
     for run in range(max(1, samples // rows)):
         keys = row_keys(subject.seed + 100 + run, rows)
@@ -218,12 +238,17 @@ def computes_in_low_precision(subject: Subject) -> bool:
 
 
 def differing_rows(draft: HostDraft, expected: HostDraft, tolerance: float = 1e-6) -> list[int]:
-    """Returns rows in which valid nodes of two drafts differ; probabilities may differ as much as rounding does."""
+    """Returns rows in which valid nodes of two drafts differ.
+
+    Probabilities may differ by ``tolerance`` and 1e-4 of their value.
+    """
     equal = np.logical_and(draft.tokens == expected.tokens, draft.parents == expected.parents)
     if draft.probs is not None and expected.probs is not None:
         close = np.isclose(draft.probs, expected.probs, rtol=1e-4, atol=tolerance).all(axis=-1)
-        is_root = np.arange(draft.tokens.shape[1]) == 0  # it has no distribution
+        # The root has no distribution.
+        is_root = np.arange(draft.tokens.shape[1]) == 0
         equal = equal & (close | is_root)
+
     same = (draft.valid == expected.valid) & (equal | ~expected.valid)
     return np.flatnonzero(~same.all(axis=1)).tolist()
 
@@ -252,10 +277,12 @@ def keeps_shapes(subject: Subject) -> str:
 
 
 def proposes_from_its_state_only(subject: Subject) -> None:
-    """A second call and a new trace give the same draft: it depends on its state, keys and sampling only."""
+    """A second call and a new trace give the same draft."""
     expected = subject.once(draft_after_prompt)
     state = subject.once(state_after_prompt)
+    # A drafter that remembers its last keys would show in the second call.
     propose(subject, state, seed=1)
+
     observed_anew = observe(subject, sample_observation(subject), program=compile_observe(subject))
     for draft, condition in (
         (propose(subject, state), "after a second call"),
@@ -269,12 +296,13 @@ def proposes_from_its_state_only(subject: Subject) -> None:
 
 
 def commits_nothing_by_proposing(subject: Subject) -> str | None:
-    """A state that ``propose`` returns leads to the same drafts as the state that it was proposed from."""
+    """A state that ``propose`` returns leads to the same drafts as the state before it."""
     state = subject.once(state_after_prompt)
     program = subject.once(compile_propose)
     returned = program(subject.params, state, row_keys(subject.seed, ROWS), SAMPLING).state
     if returned is None:
         return "its drafts return no state"
+
     for length in ((0,) * ROWS, (2, 1, 2, 1)):
         observation = sample_observation(subject, length, stream=3)
         expected = propose(subject, observe(subject, observation, state=state))
@@ -284,17 +312,42 @@ def commits_nothing_by_proposing(subject: Subject) -> str | None:
 
 
 def drafts_a_tree(subject: Subject) -> str:
-    """Node 0 is the token observed last; parents precede children, within ``max_depth``; ids are in the vocabulary."""
-    drafter = subject.part
-    tokens, parents, valid, probs = subject.once(draft_after_prompt)
-    nodes = np.arange(tokens.shape[1], dtype=np.int32)
-    root = np.asarray(sample_observation(subject).next_token)
-    if (rows := np.flatnonzero(tokens[:, 0] != root)).size:
+    """Node 0 is the token observed last, parents precede children, ids are in the vocabulary."""
+    draft = subject.once(draft_after_prompt)
+    _require_root(subject, draft)
+    deepest = _require_parents(subject.part, draft)
+
+    last_id = subject.target.vocab_size - 1
+    for row, node in np.argwhere(draft.valid & ((draft.tokens < 0) | (draft.tokens > last_id))):
         raise Broken(
-            f"node 0 of {name_rows(rows.tolist())} is {tokens[rows[0], 0]}; expected the last"
+            f"node {node} of row {row} is id {draft.tokens[row, node]}; expected 0 to {last_id}"
+            " (it is cut off)"
+        )
+
+    # Siblings that were sampled may be equal: the rule takes them one after the other.
+    for row in range(ROWS if draft.probs is None else 0):
+        nodes = np.flatnonzero(draft.valid[row])
+        children = {(draft.parents[row, node], draft.tokens[row, node]) for node in nodes}
+        if len(children) < len(nodes):
+            raise Broken(f"siblings of row {row} repeat a token, which can never be accepted twice")
+    return f"{deepest} levels"
+
+
+def _require_root(subject: Subject, draft: HostDraft) -> None:
+    root = np.asarray(sample_observation(subject).next_token)
+    if (rows := np.flatnonzero(draft.tokens[:, 0] != root)).size:
+        raise Broken(
+            f"node 0 of {name_rows(rows.tolist())} is {draft.tokens[rows[0], 0]}; expected the last"
             f" `next_token`, {root[rows[0]]} (the loop puts it there, but the drafter works from"
             " another)"
         )
+
+
+def _require_parents(drafter: Any, draft: HostDraft) -> int:
+    """Returns the depth of the deepest node; raises ``Broken`` if parents are not what it says."""
+    parents = draft.parents
+    valid = draft.valid
+    nodes = np.arange(parents.shape[1], dtype=np.int32)
     if (parents[:, 0] != -1).any() or not valid[:, 0].all():
         raise Broken(
             f"node 0 has parents {parents[:, 0].tolist()} or is invalid; expected -1 and valid"
@@ -309,24 +362,16 @@ def drafts_a_tree(subject: Subject) -> str:
             f"it declares a chain and has parents {parents[0].tolist()}; expected"
             f" {(nodes - 1).tolist()}"
         )
-    topological = np.clip(parents, 0, nodes - 1)  # padding may have any parent; the root's stays -1
+
+    # Padding may have any parent; the root's stays -1.
+    topological = np.clip(parents, 0, nodes - 1)
     depth = np.asarray(depths(ancestor_mask(jnp.asarray(topological), len(nodes))))
     deepest = int(depth[valid].max())
     if deepest > drafter.max_depth:
         raise Broken(
             f"it drafts {deepest} levels and says {drafter.max_depth}; deeper nodes are cut off"
         )
-    last_id = subject.target.vocab_size - 1
-    for row, node in np.argwhere(valid & ((tokens < 0) | (tokens > last_id))):
-        raise Broken(
-            f"node {node} of row {row} is id {tokens[row, node]}; expected 0 to {last_id} (it is"
-            " cut off)"
-        )
-    for row in range(ROWS if probs is None else 0):
-        children = [(parents[row, node], tokens[row, node]) for node in np.flatnonzero(valid[row])]
-        if len(set(children)) < len(children):
-            raise Broken(f"siblings of row {row} repeat a token, which can never be accepted twice")
-    return f"{deepest} levels"
+    return deepest
 
 
 def has_independent_rows(subject: Subject) -> None:
@@ -344,17 +389,14 @@ def has_independent_rows(subject: Subject) -> None:
 
 def ignores_empty_observations(subject: Subject) -> None:
     """An observation of length 0 changes nothing."""
+    condition = "after an observation of length 0"
     state = subject.once(state_after_prompt)
     idle = observe(subject, sample_observation(subject, (0,) * ROWS, stream=1), state=state)
+    _require_equal(propose(subject, idle), subject.once(draft_after_prompt), condition)
+
     more = sample_observation(subject, (2, 1, 2, 1), stream=3)
-    for draft, expected in (
-        (propose(subject, idle), subject.once(draft_after_prompt)),
-        (
-            propose(subject, observe(subject, more, state=idle)),
-            propose(subject, observe(subject, more, state=state)),
-        ),
-    ):
-        _require_equal(draft, expected, "after an observation of length 0")
+    expected = propose(subject, observe(subject, more, state=state))
+    _require_equal(propose(subject, observe(subject, more, state=idle)), expected, condition)
 
 
 def ignores_padding(subject: Subject) -> str:
@@ -367,6 +409,7 @@ def ignores_padding(subject: Subject) -> str:
         tokens=jnp.where(padding, changed_ids, observation.tokens),
         features=jnp.where(padding[:, :, None, None], large, observation.features),
     )
+
     draft = propose(subject, observe(subject, changed))
     _require_equal(
         draft, subject.once(draft_after_prompt), "when the content past the observed length changes"
@@ -378,31 +421,36 @@ def observes_in_pieces(subject: Subject) -> str:
     """A short and a long text give the same draft at once and in pieces, up to rounding."""
     short = sample_observation(subject, (SIZE,) * ROWS, stream=4)
     long = subject.once(sample_long_text)
+    length = long.tokens.shape[1]
+    _require_equal_in_pieces(subject, short, (4, SIZE - 4), 1e-5)
+    _require_equal_in_pieces(subject, long, (SIZE,) * (length // SIZE), 1e-4)
+    return f"up to {length} tokens, at once and {SIZE} at a time, with a capacity of {CAPACITY}"
+
+
+def _require_equal_in_pieces(
+    subject: Subject, text: Observation, sizes: tuple[int, ...], tolerance: float
+) -> None:
+    """Raises ``Broken`` if a text in pieces leads to another draft than the text at once."""
+    length = sum(sizes)
+    expected = propose(subject, observe(subject, text))
+    if (rows := np.flatnonzero(expected.tokens[:, 0] != np.asarray(text.next_token))).size:
+        raise Broken(
+            f"node 0 of {name_rows(rows.tolist())} is not the last token of a text of {length}"
+        )
+
+    starts = itertools.accumulate(sizes, initial=0)
+    pieces = [_cut(text, start, size) for start, size in zip(starts, sizes, strict=False)]
+    draft = propose(subject, observe(subject, *pieces))
+
+    # Below 32 bits the order of sums may change the likeliest token of some rows.
     low_precision = subject.once(computes_in_low_precision)
-    for text, sizes, tolerance in (
-        (short, (4, SIZE - 4), 1e-5),
-        (long, (SIZE,) * (long.tokens.shape[1] // SIZE), 1e-4),
-    ):
-        length = sum(sizes)
-        expected = propose(subject, observe(subject, text))
-        if (rows := np.flatnonzero(expected.tokens[:, 0] != np.asarray(text.next_token))).size:
-            raise Broken(
-                f"node 0 of {name_rows(rows.tolist())} is not the last token of a text of {length}"
-            )
-        starts = itertools.accumulate(sizes, initial=0)
-        pieces = [_cut(text, start, size) for start, size in zip(starts, sizes, strict=False)]
-        draft = propose(subject, observe(subject, *pieces))
-        rows = differing_rows(draft, expected, 2e-2 if low_precision else tolerance)
-        if len(rows) > (ROWS // 2 if low_precision else 0):
-            distinct = ", ".join(map(str, dict.fromkeys(sizes)))
-            raise Broken(
-                f"{name_rows(rows)} drafts something else when {length} tokens come in pieces of"
-                f" {distinct}"
-            )
-    return (
-        f"up to {long.tokens.shape[1]} tokens, at once and {SIZE} at a time, with a capacity of"
-        f" {CAPACITY}"
-    )
+    rows = differing_rows(draft, expected, 2e-2 if low_precision else tolerance)
+    if len(rows) > (ROWS // 2 if low_precision else 0):
+        distinct = ", ".join(map(str, dict.fromkeys(sizes)))
+        raise Broken(
+            f"{name_rows(rows)} drafts something else when {length} tokens come in pieces of"
+            f" {distinct}"
+        )
 
 
 def _cut(text: Observation, start: int, count: int) -> Observation:
@@ -422,11 +470,13 @@ def declares_distributions(subject: Subject) -> str | None:
     draft = subject.once(draft_after_prompt)
     if draft.probs is None:
         return "point masses, which any token can have come from"
+
     valid = draft.valid[:, 1:]
     probs = draft.probs[:, 1:][valid]
     tokens = draft.tokens[:, 1:][valid]
     if not np.isfinite(probs).all() or (probs < 0).any():
         raise Broken("a declared probability is negative or not finite")
+
     total = probs.sum(-1, dtype=np.float64)
     if (np.abs(total - 1) > _SUM).any():
         farthest = total[np.abs(total - 1).argmax()]
@@ -434,6 +484,7 @@ def declares_distributions(subject: Subject) -> str | None:
             f"declared probabilities add up to {farthest:.6g}; expected 1 within {_SUM:g}, as"
             " float32 gives it"
         )
+
     tokens = np.clip(tokens, 0, subject.target.vocab_size - 1)
     if (np.take_along_axis(probs, tokens[:, None], axis=-1) <= 0).any():
         raise Broken("it drafts a token to which it declares probability 0")
@@ -441,33 +492,36 @@ def declares_distributions(subject: Subject) -> str | None:
 
 
 def samples_from_what_it_declares(subject: Subject) -> str:
-    """Over many keys, tokens are as frequent and as likely as declared, after a short text and after a long one."""
+    """Over many keys, tokens are as frequent and as likely as declared."""
     if subject.once(draft_after_prompt).probs is None:
         return "point masses: exact whatever is drafted"
-    after_long_text = observe(subject, subject.once(sample_long_text))
-    reports = []
-    for state, row, times, event in (
-        (subject.once(state_after_prompt), 2, 1, "after a short text"),
-        (after_long_text, 3, 4, "after a long text"),
-    ):
-        drafts = sample_drafts(subject, state, row, times * subject.samples)
-        evidence = _compare_with_declared(drafts, event)
-        if not evidence.fits:
-            raise NotRun("no token was drafted")
-        evidence.require_contrasts()
-        evidence.require_fits("its declared distribution")
-        reports.append(
-            f"{event} {len(evidence.fits)} distributions that are"
-            f" {evidence.smallest_deviation():.1%} off (rms), or a node sampled from"
-            f" q^{1 + evidence.smallest_tilt():.3f},"
-        )
-    return f"{' and '.join(reports)} {DETECTED}"
+
+    drafts = sample_drafts(subject, subject.once(state_after_prompt), 2, subject.samples)
+    short = _require_declared(drafts, "after a short text")
+    state = observe(subject, subject.once(sample_long_text))
+    drafts = sample_drafts(subject, state, 3, 4 * subject.samples)
+    long = _require_declared(drafts, "after a long text")
+    return f"{short} and {long} {DETECTED}"
+
+
+def _require_declared(drafts: Iterable[HostDraft], event: str) -> str:
+    """Returns what would have been detected; raises ``Broken`` if tokens are not as declared."""
+    evidence = _compare_with_declared(drafts, event)
+    if not evidence.fits:
+        raise NotRun("no token was drafted")
+    require_no(evidence.bias())
+    require_no(evidence.misfit("its declared distribution"))
+    return (
+        f"{event} {len(evidence.fits)} distributions that are"
+        f" {evidence.smallest_deviation():.1%} off (rms), or a node sampled from"
+        f" q^{1 + evidence.smallest_tilt():.3f},"
+    )
 
 
 def _compare_with_declared(drafts: Iterable[HostDraft], event: str) -> Evidence:
-    """Compares the tokens of every node with its declared distributions, separately by the token of its parent."""
+    """Compares the tokens of every node with its declared distributions, by its parent's token."""
     evidence = Evidence()
-    #: by node, the most frequent tokens of its parent in the first drafts
+    # By node, the most frequent tokens of its parent in the first drafts.
     tracked: dict[int, list[int]] = {}
     for draft in drafts:
         assert draft.probs is not None
@@ -480,9 +534,11 @@ def _compare_with_declared(drafts: Iterable[HostDraft], event: str) -> Evidence:
                 " or precision"
             )
             evidence.contrasts[fault].add_log_probabilities(probs, tokens)
+
             parents = draft.parents[valid, node]
             parent_tokens = draft.tokens[valid][np.arange(len(parents)), parents]
-            parent_tokens[parents <= 0] = -1  # every row has the same root
+            # Every row has the same root.
+            parent_tokens[parents <= 0] = -1
             ranked = Counter(parent_tokens.tolist()).most_common(_GROUPS)
             for token in tracked.setdefault(node, [token for token, _ in ranked]):
                 chosen = parent_tokens == token
@@ -499,7 +555,9 @@ def declares_before_sampling(subject: Subject) -> str:
         return "nothing is sampled"
     if not declares_chain(subject.part):
         return "a tree: only chains are compared"
-    known: dict[tuple, np.ndarray] = {}
+
+    # The first distribution of a node after the tokens before it.
+    known: dict[tuple[int, ...], np.ndarray] = {}
     compared = 0
     for draft in sample_drafts(
         subject, subject.once(state_after_prompt), 2, min(subject.samples, 1024)
@@ -516,6 +574,7 @@ def declares_before_sampling(subject: Subject) -> str:
                     f"the declared distribution of node {node} differs between drafts of one state"
                     " that share every token before it"
                 )
+
     if not compared:
         raise NotRun("no two drafts shared their first tokens")
     return f"{compared} nodes compared"
@@ -526,29 +585,30 @@ def keeps_greedy_output(subject: Subject) -> str:
     prompts = _random_prompts(subject, (5, 2, 9, 1))
     drafter = LoadedDrafter(subject.part, subject.params)
     stats = require_greedy_output(subject, drafter, prompts, [24, 7, 16, 1], "please report this")
-    if stats.num_draft_tokens and not stats.num_accepted_tokens:
-        raise NotRun(
-            "the output is right, but no draft token was accepted, so refusals alone were compared"
-        )
+    if stats.num_draft_tokens:
+        require_accepted(int(stats.num_accepted_tokens), "output")
     return f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} draft tokens accepted"
 
 
 def keeps_the_distribution(subject: Subject) -> str:
-    """Sampled sequences of a vocabulary cut to three tokens have the target's distribution, enumerated."""
+    """Sampled sequences over three tokens have the target's distribution, which is enumerated."""
     if subject.once(computes_in_low_precision):
         raise NotRun(
             "it or its target computes in less than 32 bits, where rounding alone would show"
         )
+
     candidates = _random_prompts(subject, (1, 3) * 4)
     enumerated = ((prompt, _sequence_distribution(subject, prompt)) for prompt in candidates)
     pairs = list(itertools.islice((pair for pair in enumerated if pair[1]), 2))
     if not pairs:
         raise NotRun("the target's third and fourth likeliest tokens are too close together")
+
     prompts = [prompt for prompt, _ in pairs] * 512
     decoder = SpeculativeDecoder(
         subject.target, LoadedDrafter(subject.part, subject.params), stop_tokens=()
     )
     sampling = SamplingParams(temperature=1.0, top_k=TOP)
+
     evidence = Evidence()
     accepted = 0
     runs = max(1, subject.samples // len(prompts))
@@ -559,22 +619,15 @@ def keeps_the_distribution(subject: Subject) -> str:
         accepted += int(result.stats.num_accepted_tokens)
         for index, (prompt, distribution) in enumerate(pairs):
             sequences = {tokens: number for number, tokens in enumerate(distribution)}
-            outcomes = [
-                sequences.get(tuple(tokens), len(sequences))
-                for tokens in result.tokens[index :: len(pairs)]
-            ]
-            expected = len(outcomes) * np.array(
-                [*distribution.values(), 0.0]
-            )  # the last are all other sequences
-            evidence.count(
-                f"the distribution of {HORIZON} tokens after {prompt}", np.array(outcomes), expected
-            )
-    evidence.require_fits("the target")
-    if accepted == 0:
-        raise NotRun(
-            "the distribution is right, but no draft token was accepted, so refusals alone were"
-            " compared"
-        )
+            written = result.tokens[index :: len(pairs)]
+            # The last outcome is any other sequence.
+            outcomes = [sequences.get(tuple(tokens), len(sequences)) for tokens in written]
+            expected = len(written) * np.array([*distribution.values(), 0.0])
+            name = f"the distribution of {HORIZON} tokens after {prompt}"
+            evidence.count(name, np.array(outcomes), expected)
+
+    require_no(evidence.misfit("the target"))
+    require_accepted(accepted, "distribution")
     return (
         f"{runs * len(prompts)} sequences, {accepted} draft tokens accepted; a deviation of "
         f"{evidence.smallest_deviation():.1%} (rms over sequences) {DETECTED}"
@@ -582,12 +635,13 @@ def keeps_the_distribution(subject: Subject) -> str:
 
 
 def _sequence_distribution(subject: Subject, prompt: list[int]) -> dict[tuple[int, ...], float]:
-    """Returns the probability of every sequence, by plain decoding; empty where the cut is too near a tie."""
+    """Returns the probability of every sequence; empty where the cut is too near a tie."""
     distribution = {(): 1.0}
     for length in range(HORIZON):
         texts = np.zeros((len(distribution), len(prompt) + HORIZON), np.int32)
         texts[:, : len(prompt) + length] = [[*prompt, *tokens] for tokens in distribution]
         logits = reference_logits(subject, texts)[:, len(prompt) + length - 1]
+
         longer = {}
         for (tokens, mass), scores in zip(distribution.items(), logits, strict=True):
             order = np.argsort(-scores)

@@ -19,13 +19,14 @@ from eagle3_jax.measure.frequencies import (
     fit_counts,
     smallest_deviation,
 )
-from eagle3_jax.testing.report import Broken
 
 DETECTED = "would be detected with 90 % power"
 
 
 class Evidence:
-    """The statistical tests of one check. Together they fail a correct part with probability ``ALPHA``.
+    """The statistical tests of one check.
+
+    Together they fail a correct part with probability ``ALPHA``.
 
     Attributes:
         contrasts: Sums, by the fault that they show; ``{}`` in it becomes "often" or "seldom".
@@ -57,25 +58,32 @@ class Evidence:
         """The significance of a single test."""
         return ALPHA / max(1, len(self.fits) + len(self.contrasts))
 
-    def require_fits(self, distribution: str) -> None:
-        """Raises ``Broken`` if counts do not fit; the message calls what they should follow ``distribution``."""
+    def misfit(self, distribution: str) -> str | None:
+        """Returns which counts do not follow their expectation, ``distribution`` in words."""
         name, fit = min(self.fits.items(), key=lambda entry: entry[1].p_value)
-        if fit.p_value < self.level:
-            p_value = fit.p_value / self.level * ALPHA
-            raise Broken(f"{name} does not follow {distribution}: {fit.reason} (p = {p_value:.1g})")
+        if fit.p_value >= self.level:
+            return None
+        p_value = fit.p_value / self.level * ALPHA
+        return f"{name} does not follow {distribution}: {fit.reason} (p = {p_value:.1g})"
 
-    def require_contrasts(self) -> None:
-        """Raises ``Broken`` if a sum is too far from zero; the message names the farthest one."""
+    def bias(self) -> str | None:
+        """Returns the fault of the sum that is farthest from zero, if it is too far."""
         fault, contrast = max(
             self.contrasts.items(), key=lambda entry: entry[1].is_normal * abs(entry[1].z)
         )
-        if contrast.is_normal and contrast.p_value < self.level:
-            fault = fault.format("often" if contrast.total > 0 else "seldom")
-            raise Broken(f"{fault}, by {abs(contrast.z):.1f} standard deviations")
+        if not contrast.is_normal or contrast.p_value >= self.level:
+            return None
+        fault = fault.format("often" if contrast.total > 0 else "seldom")
+        return f"{fault}, by {abs(contrast.z):.1f} standard deviations"
 
     def smallest_deviation(self, suffix: str = "") -> float:
-        """Returns the deviation that every fit whose name ends with ``suffix`` would have detected."""
-        level = self.level / 2  # the other half is that of single outcomes
+        """Returns the deviation that would have been detected in any fit.
+
+        Args:
+            suffix: Only the fits whose names end with it.
+        """
+        # Half of the significance is Pearson's, the other half is that of single outcomes.
+        level = self.level / 2
         fits = [fit for name, fit in self.fits.items() if name.endswith(suffix) and fit.degrees]
         return max(
             (smallest_deviation(fit.draws, fit.degrees, alpha=level) for fit in fits),
@@ -83,9 +91,12 @@ class Evidence:
         )
 
     def smallest_tilt(self, suffix: str = "") -> float:
-        """Returns the tilt that every sum whose fault ends with ``suffix`` would have detected.
+        """Returns the tilt that would have been detected in any sum.
 
         A distribution ``p`` with the tilt ``ε`` is ``p(x) (1 + ε · score(x))``.
+
+        Args:
+            suffix: Only the sums whose faults end with it.
         """
         chosen = [
             item

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Literal, TypeVar
 
 Part = TypeVar("Part")
 Outcome = Literal["passed", "failed", "not run", "skipped"]
 
-
-PROTOCOL = "keeps the protocol"  # the check that all others depend on
+# The check that all others depend on.
+PROTOCOL = "keeps the protocol"
 
 
 class Broken(Exception):
@@ -82,11 +83,13 @@ class ContractReport:
             raise ValueError(str(self))
 
     def __str__(self) -> str:
-        count = lambda verdict: sum(finding.verdict == verdict for finding in self.findings)
-        skipped = f", {count('skipped')} skipped" if count("skipped") else ""
-        counts = f"{count('passed')} passed, {count('failed')} failed, {count('not run')} not run{skipped}"
+        number = Counter(finding.verdict for finding in self.findings)
+        counts = [f"{number[verdict]} {verdict}" for verdict in ("passed", "failed", "not run")]
+        if number["skipped"]:
+            counts.append(f"{number['skipped']} skipped")
+
         lines = [f"  {finding}" for finding in self.findings]
-        return "\n".join([self.title, *lines, counts])
+        return "\n".join([self.title, *lines, ", ".join(counts)])
 
 
 def examine(
@@ -95,7 +98,13 @@ def examine(
     checks: Mapping[str, Callable[[Part], str | None]],
     chosen: Collection[str] | None,
 ) -> ContractReport:
-    """Runs the chosen checks (all when ``None``) in their order, and none of them after a broken protocol.
+    """Runs the chosen checks in their order, and none of them after a broken protocol.
+
+    Args:
+        title: Name of the part.
+        subject: The part.
+        checks: All checks by name. Each returns how much was compared, or raises :class:`Broken`.
+        chosen: Names of the checks to run; ``None``: all.
 
     Raises:
         ValueError: ``chosen`` names a check that does not exist.
@@ -106,12 +115,14 @@ def examine(
         raise ValueError(
             f"there is no check {unknown[0]!r}; expected some of {', '.join(map(repr, checks))}"
         )
+
     findings: list[Finding] = []
     for name, check in checks.items():
         if name in chosen:
             findings.append(_find(name, check, subject))
             if name == PROTOCOL and findings[-1].verdict == "failed":
                 break
+
     return ContractReport(title, tuple(findings))
 
 
@@ -123,10 +134,23 @@ def _find(name: str, check: Callable[[Part], str | None], subject: Part) -> Find
     except Exception as error:
         # Any exception of the part is a finding, and the other checks go on.
         line = (str(error).strip().splitlines() or ["no message"])[0]
-        return Finding(
-            name,
-            "failed",
-            line if isinstance(error, ValueError) else f"{type(error).__name__}: {line}",
+        if not isinstance(error, ValueError):
+            line = f"{type(error).__name__}: {line}"
+        return Finding(name, "failed", line)
+
+
+def require_no(fault: str | None) -> None:
+    """Raises ``Broken`` with a fault if there is one."""
+    if fault is not None:
+        raise Broken(fault)
+
+
+def require_accepted(num_accepted: int, result: str) -> None:
+    """Raises ``NotRun`` if no draft token was accepted, as a right ``result`` then shows little."""
+    if not num_accepted:
+        raise NotRun(
+            f"the {result} is right, but no draft token was accepted, so refusals alone were"
+            " compared"
         )
 
 

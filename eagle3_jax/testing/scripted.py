@@ -1,4 +1,7 @@
-"""Drafters without a network, for tests of a loop, a target or an acceptance rule: subclasses choose the tokens."""
+"""Drafters without a network, for tests of a loop, a target or an acceptance rule.
+
+Subclasses of :class:`FixedTree` choose the tokens.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class RootState(struct.PyTreeNode, kw_only=True):
 
 @dataclasses.dataclass(frozen=True)
 class FixedTree:
-    """A drafter whose drafts all have the same ``parents`` (-1 at the root). It reads no features."""
+    """A drafter without features whose drafts all have the same ``parents`` (-1 at the root)."""
 
     parents: tuple[int, ...]
 
@@ -69,7 +72,7 @@ class FixedTree:
         return state.length[:, None] + jnp.array(self.levels, jnp.int32)[None]
 
     def scripted(self, script: Int[Array, "B S"], state: RootState) -> Int[Array, "B N"]:
-        """Returns for each node the token of a text at its position; past its end, the last token of the text."""
+        """Returns for each node the token at its position in a text; past the end, the last one."""
         positions = jnp.minimum(self.positions(state), script.shape[1] - 1)
         return jnp.take_along_axis(script, positions, axis=1)
 

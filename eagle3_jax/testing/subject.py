@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 
 from eagle3_jax.checks import check_part
 from eagle3_jax.testing.report import Broken
@@ -45,6 +45,11 @@ class Subject:
         """Returns the random numbers of one purpose."""
         return np.random.default_rng([self.seed, *stream])
 
+    def random_tokens(self, *stream: int, shape: tuple[int, ...]) -> Int[np.ndarray, ...]:
+        """Returns random token ids of the target."""
+        tokens = self.random(*stream).integers(0, self.target.vocab_size, shape)
+        return tokens.astype(np.int32)
+
     def once(self, compute: Callable[[Subject], Result]) -> Result:
         """Returns ``compute(subject)``, which runs at the first call only."""
         if compute not in self._results:
@@ -53,8 +58,9 @@ class Subject:
 
 
 def require_protocol(subject: Subject, role: str) -> None:
-    """Checks that a part is an instance with every member of its role, and the same static argument in every call."""
+    """Checks that a part is an instance with every member of its role, and equal to itself."""
     check_part(subject.part, role)
+    # A part is a static argument of compiled functions, which are looked up by hash and equality.
     if hash(subject.part) != hash(subject.part) or subject.part != subject.part:
         raise Broken(
             "its hash changes, or it is not equal to itself, so every call would compile anew"
@@ -72,13 +78,21 @@ def mix_rows(chosen: Bool[np.ndarray, " B"], first: Any, second: Any) -> Any:
     return jax.tree.map(mix, first, second)
 
 
+def repeat_row(tree: Any, row: int, times: int = 1) -> Any:
+    """Returns a batch of arrays in which every row is the same row of ``tree``."""
+    return jax.tree.map(lambda leaf: leaf[np.full(times, row)], tree)
+
+
 def name_rows(rows: Collection[int]) -> str:
     """Returns "row 1" or "rows 1, 2"."""
     return f"row{'s' if len(rows) > 1 else ''} {', '.join(map(str, rows))}"
 
 
 def has_low_precision(*trees: Any) -> bool:
-    """Whether an array has floating point numbers of less than 32 bits: the order of sums may then change a token."""
+    """Whether an array has floating point numbers of less than 32 bits.
+
+    The order of sums may then change a token.
+    """
     leaves = jax.tree.leaves(trees)
     return any(
         jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4 for leaf in leaves

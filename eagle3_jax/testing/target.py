@@ -1,4 +1,4 @@
-"""The contract of a target, :func:`check_target`: the logits of a text do not depend on how the text is fed."""
+"""The contract of a target: the logits of a text do not depend on how the text is fed."""
 
 from __future__ import annotations
 
@@ -27,31 +27,38 @@ from eagle3_jax.testing.report import (
     examine,
 )
 from eagle3_jax.testing.scripted import FixedTree, RootState
-from eagle3_jax.testing.subject import Subject, has_low_precision, mix_rows, require_protocol
+from eagle3_jax.testing.subject import (
+    Subject,
+    has_low_precision,
+    mix_rows,
+    repeat_row,
+    require_protocol,
+)
 from eagle3_jax.tree import ancestor_mask, causal_mask, depths
 from eagle3_jax.types import Draft, EmbeddingTables, SamplingParams, TargetOutput
 
 ROWS = 3
-SIZE = 6  # tokens of a block
-LENGTHS = np.array([5, 1, 3])  # ragged prompts, fed as SIZE tokens
-WIDTH = (
-    20  # tokens of a text: a prompt, a block and one after it, or a prompt and what is generated
-)
+# Tokens of a block.
+SIZE = 6
+# Ragged prompts, fed as SIZE tokens.
+LENGTHS = np.array([5, 1, 3])
+# Tokens of a text: a prompt, a block and one after it, or a prompt and what is generated.
+WIDTH = 20
 CAPACITY = 128
-# of the check of long texts
+# Sizes of the check of long texts.
 LONG_ROWS = 9
 LONG_BLOCK = 16
 LONG_WIDTH = 96
-NEW = 12  # tokens that are generated
+# Tokens that are generated.
+NEW = 12
 
 # A tree for each row: paths that cross in the block's order, one node that is padding, and a path
 # so deep and so late in the block that a window of up to three positions shows whether it goes by
 # positions or by slots.
 PARENTS = np.array([[-1, 0, 0, 2, 1, 3], [-1, 0, 1, 0, -1, 3], [-1, 0, 0, 2, 3, 4]], np.int32)
-PATHS = np.array(
-    [[0, 2, 3, 5, 0, 0], [0, 3, 5, 0, 0, 0], [0, 2, 3, 4, 5, 0]], np.int32
-)  # the committed nodes
-COUNTS = ((4, 2, 5), (0, 2, 0), (3, 0, 1))  # how many of them are committed; 0 commits nothing
+# The committed nodes, and how many of them are committed in each round.
+PATHS = np.array([[0, 2, 3, 5, 0, 0], [0, 3, 5, 0, 0, 0], [0, 2, 3, 4, 5, 0]], np.int32)
+COUNTS = ((4, 2, 5), (0, 2, 0), (3, 0, 1))
 
 
 def check_target(
@@ -95,16 +102,15 @@ def check_target(
 class Round(NamedTuple):
     """Prompts, a block after them, and a chain after the committed nodes of the block."""
 
-    text: Int[np.ndarray, "B W"]  # the prompts are its first tokens
-    length: Int[np.ndarray, " B"]  # tokens of each prompt
-    padding: Int[np.ndarray, "B P"]  # fed in place of the text after a prompt
+    text: Int[np.ndarray, "B W"]  #: The prompts are its first tokens.
+    length: Int[np.ndarray, " B"]  #: Tokens of each prompt.
+    padding: Int[np.ndarray, "B P"]  #: Fed in place of the text after a prompt.
     draft: Int[np.ndarray, "B N"]
     parents: Int[np.ndarray, "B N"]
-    nodes: (
-        Int[np.ndarray, "B N"] | None
-    )  # the committed nodes of a tree; None: a chain, committed in its order
-    count: Int[np.ndarray, " B"]  # how many tokens are committed
-    more: Int[np.ndarray, "B N"]  # the chain after the commit
+    #: The committed nodes of a tree; ``None``: a chain, committed in its order.
+    nodes: Int[np.ndarray, "B N"] | None
+    count: Int[np.ndarray, " B"]  #: Number of committed tokens.
+    more: Int[np.ndarray, "B N"]  #: The chain after the commit.
 
     @property
     def is_real(self) -> Bool[np.ndarray, "B P"]:
@@ -127,8 +133,7 @@ class Round(NamedTuple):
 
 def random_text(subject: Subject, stream: int = 0, size: int = WIDTH) -> Int[np.ndarray, "B T"]:
     """Returns the first ``size`` of ``WIDTH`` random tokens, ``[ROWS size]``."""
-    tokens = subject.random(stream).integers(0, subject.target.model.vocab_size, (ROWS, WIDTH))
-    return tokens.astype(np.int32)[:, :size]
+    return subject.random_tokens(stream, shape=(ROWS, WIDTH))[:, :size]
 
 
 def random_rounds(subject: Subject, *, tree: bool) -> Iterator[Round]:
@@ -155,18 +160,19 @@ def long_round(subject: Subject) -> Round:
     width = min(LONG_WIDTH, subject.target.max_positions)
     size = min(LONG_BLOCK, width // 4)
     prompt = width - 2 * size
-    tokens = subject.random(7).integers(0, subject.target.model.vocab_size, (2, LONG_ROWS, width))
-    text, block = tokens.astype(np.int32)
-    node = np.arange(size)
-    branch = node[::2]  # the second branch is the root and the odd nodes
-    broadcast = lambda values: np.broadcast_to(values, (LONG_ROWS, size)).astype(np.int32)
+    text, block = subject.random_tokens(7, shape=(2, LONG_ROWS, width))
+
+    # The first branch is the root and the even nodes, the second one the root and the odd nodes.
+    node = np.arange(size, dtype=np.int32)
+    branch = node[::2]
+    parents = np.maximum(node - 2, 0) - (node == 0)
     return Round(
         text=text,
         length=np.linspace(prompt, 1, LONG_ROWS).astype(int),
         padding=text[:, :prompt],
         draft=block[:, :size],
-        parents=broadcast(np.maximum(node - 2, 0) - (node == 0)),
-        nodes=broadcast(np.resize(branch, size)),
+        parents=np.tile(parents, (LONG_ROWS, 1)),
+        nodes=np.tile(np.resize(branch, size), (LONG_ROWS, 1)),
         count=np.resize([len(branch), 0, 3, 1], LONG_ROWS),
         more=block[:, size : 2 * size],
     )
@@ -194,7 +200,7 @@ def computes_in_low_precision(subject: Subject) -> bool:
 
 
 def tolerance_of(subject: Subject) -> float:
-    """Returns the largest deviation of a logit that rounding explains, as a share of the largest logit."""
+    """Returns the deviation that rounding explains, as a share of the largest logit."""
     if subject.tolerance is not None:
         return subject.tolerance
     return 3e-2 if subject.once(computes_in_low_precision) else 1e-4
@@ -219,10 +225,11 @@ def forward(
     target = subject.target
     arrays = (jnp.asarray(tokens), jnp.asarray(positions), mask, cache, length)
     output, logits = _forward(target.model, target.params, *arrays, aux_layers)
+
     layers = subject.once(count_layers)
     if not isinstance(output.written, tuple) or len(output.written) != layers:
         raise Broken(
-            f"`written` is no tuple with one part for each of the {layers} layers of the cache"
+            f"`written` is not a tuple with one part for each of the {layers} layers of the cache"
         )
     return output, np.asarray(logits, np.float64)
 
@@ -234,7 +241,10 @@ def prefill(
     *,
     aux_layers: tuple[int, ...] = (),
 ) -> tuple[TargetOutput, Float[np.ndarray, "B T V"], Cache]:
-    """Returns the output and the logits of prompts with ``length`` real tokens each, and the cache after them."""
+    """Returns the output and the logits of prompts, and the cache after them.
+
+    ``length`` tokens of each prompt are real.
+    """
     size = tokens.shape[1]
     positions = np.broadcast_to(np.arange(size, dtype=np.int32), tokens.shape)
     real = jnp.asarray(length, jnp.int32)
@@ -250,7 +260,7 @@ def feed_block(
     *,
     aux_layers: tuple[int, ...] = (),
 ) -> tuple[TargetOutput, Float[np.ndarray, "B T V"]]:
-    """Returns the output and the logits of a block after a cache: a tree, or a chain without parents."""
+    """Returns the output and the logits of a block after a cache; without parents it is a chain."""
     size = tokens.shape[1]
     mask = causal_mask(size) if parents is None else ancestor_mask(jnp.asarray(parents), size)
     positions = cache.length[:, None] + depths(mask)
@@ -268,21 +278,27 @@ class RoundLogits(NamedTuple):
 def run_round(subject: Subject, inputs: Round) -> RoundLogits:
     """Returns the logits of a round."""
     size = inputs.padding.shape[1]
+
     prompts = np.where(inputs.is_real, inputs.text[:, :size], inputs.padding)
     _, prompt_logits, cache = prefill(subject, prompts, inputs.length)
     _require_length(cache, inputs.length, "a prefill")
+
     parents = None if inputs.nodes is None else inputs.parents
     output, block_logits = feed_block(subject, cache, inputs.draft, parents)
     cache = _commit(cache, output.written, jnp.asarray(inputs.count, jnp.int32), inputs.nodes)
     _require_length(
         cache, inputs.length + inputs.count, f"committing {inputs.count.tolist()} tokens"
     )
+
     _, more_logits = feed_block(subject, cache, inputs.more)
     return RoundLogits(prompt_logits, block_logits, more_logits)
 
 
 def reference_logits(subject: Subject, text: Int[np.ndarray, "B W"]) -> Float[np.ndarray, "B W V"]:
-    """Returns the logits of texts that are fed token by token, ``ROWS`` rows at a time: the reference of all checks."""
+    """Returns the logits of texts that are fed token by token: the reference of all checks.
+
+    The rows are fed ``ROWS`` at a time, so that all checks share a program.
+    """
     target = subject.target
     groups = [jnp.asarray(text[first : first + ROWS]) for first in range(0, len(text), ROWS)]
     logits = [_feed_tokens(target.model, target.params, group) for group in groups]
@@ -304,6 +320,7 @@ def _forward(
     batch, size = tokens.shape
     output = model(params, tokens, positions, mask, cache, aux_layers=layers, length=length)
     check_returned("a forward", output, TargetOutput, B=batch, T=size, A=len(layers))
+
     logits = model.unembed(params, output.final)
     if logits.shape != (batch, size, model.vocab_size) or logits.dtype != np.float32:
         raise Broken(
@@ -335,7 +352,7 @@ def require_equal_logits(
     fault: str,
     compared: Bool[np.ndarray, "B T"] | None = None,
 ) -> float:
-    """Returns the largest deviation of the logits of the compared tokens, as a share of the largest logit.
+    """Returns the largest deviation of logits, as a share of the largest logit.
 
     Raises:
         Broken: It is more than the tolerance; the message is "token 2 of row 1", then the
@@ -345,6 +362,7 @@ def require_equal_logits(
     gap = np.where(np.isfinite(gap), gap, np.inf)
     if compared is not None:
         gap = np.where(compared, gap, 0.0)
+
     row, token = np.unravel_index(gap.argmax(), gap.shape)
     if gap[row, token] > tolerance_of(subject):
         raise Broken(
@@ -361,7 +379,12 @@ def require_equal_round(
     expected: RoundLogits,
     faults: Sequence[str],
 ) -> float:
-    """Returns the largest deviation of the logits of a round; raises ``Broken`` with one of the three faults."""
+    """Returns the largest deviation of the logits of a round.
+
+    Raises:
+        Broken: It is more than the tolerance, in one of the three parts: its message has the
+            fault of that part.
+    """
     masks = (inputs.is_real, inputs.is_node, None)
     arrays = zip(logits, expected, faults, masks, strict=True)
     return max(require_equal_logits(subject, *array) for array in arrays)
@@ -376,14 +399,13 @@ def require_round(subject: Subject, inputs: Round, block: str) -> float:
     length = inputs.length + inputs.count
     committed = _append(inputs.text, inputs.length, _take(inputs.draft, inputs.paths))
     reference = reference_logits(subject, _append(committed, length, inputs.more))
-    size = inputs.more.shape[1]
+    after_commit = length[:, None] + np.arange(inputs.more.shape[1])
     expected = RoundLogits(
         prompts=reference[:, : inputs.padding.shape[1]],
         block=_reference_of_paths(subject, inputs),
-        more=np.stack(
-            [row[start : start + size] for row, start in zip(reference, length, strict=True)]
-        ),
+        more=np.take_along_axis(reference, after_commit[:, :, None], axis=1),
     )
+
     faults = (
         "of a prompt is not its text's",
         f"of {block} is not the end of its path",
@@ -396,9 +418,11 @@ def _reference_of_paths(subject: Subject, inputs: Round) -> Float[np.ndarray, "B
     """Returns for every node the logits of the text that ends with it."""
     expected = np.zeros((*inputs.draft.shape, subject.target.model.vocab_size))
     known = ~inputs.is_node
-    for node in reversed(range(known.shape[1])):  # the text of a path is that of all nodes on it
+    # The text of a path is that of all nodes on it, so the last nodes come first.
+    for node in reversed(range(known.shape[1])):
         if known[:, node].all():
             continue
+
         paths = [_path_to(parents, node) for parents in inputs.parents]
         reference = reference_logits(
             subject, _append(inputs.text, inputs.length, _take(inputs.draft, paths))
@@ -416,7 +440,7 @@ def require_greedy_output(
     max_new_tokens: Any,
     description: str,
 ) -> SpeculationStats:
-    """Checks that every token of a greedy output is, up to rounding, the likeliest one after the tokens before it.
+    """Checks that every token of a greedy output is the likeliest one, up to rounding.
 
     Args:
         subject: The target, or a drafter of it.
@@ -430,11 +454,10 @@ def require_greedy_output(
     """
     decoder = SpeculativeDecoder(subject.target, drafter, stop_tokens=())
     result = decoder.generate(prompts, max_new_tokens=max_new_tokens)
+
     texts = [prompt + tokens for prompt, tokens in zip(prompts, result.tokens, strict=True)]
-    width = max(map(len, texts))
-    logits = reference_logits(
-        subject, np.array([text + [0] * (width - len(text)) for text in texts], np.int32)
-    )
+    padded = np.zeros((len(texts), max(map(len, texts))), np.int32)
+    logits = reference_logits(subject, _append(padded, np.zeros(len(texts), int), texts))
     for row, prompt in enumerate(prompts):
         for index, token in enumerate(result.tokens[row]):
             scores = logits[row, len(prompt) + index - 1]
@@ -463,9 +486,7 @@ def _take(draft: np.ndarray, paths: Sequence[Any]) -> list[np.ndarray]:
     return [tokens[path] for tokens, path in zip(draft, paths, strict=True)]
 
 
-def _append(
-    text: np.ndarray, length: np.ndarray, tokens: Sequence[np.ndarray] | np.ndarray
-) -> np.ndarray:
+def _append(text: np.ndarray, length: np.ndarray, tokens: Sequence[Any] | np.ndarray) -> np.ndarray:
     """Returns texts that continue with these tokens after ``length`` tokens of each row."""
     text = text.copy()
     for row, (start, more) in enumerate(zip(length, tokens, strict=True)):
@@ -481,7 +502,7 @@ def _describe_deviation(deviation: float) -> str:
 
 
 def keeps_the_protocol(subject: Subject) -> str:
-    """It is an instance with every member, a stable hash, and the vocabulary that it was loaded with."""
+    """It is an instance with every member, a stable hash and the vocabulary of its loading."""
     require_protocol(subject, "target")
     size = subject.part.vocab_size
     if size != subject.target.vocab_size:
@@ -490,21 +511,11 @@ def keeps_the_protocol(subject: Subject) -> str:
 
 
 def keeps_shapes(subject: Subject) -> str:
-    """Caches, forwards and logits have the shapes of the protocol, and a commit keeps those of the cache."""
+    """Caches, forwards and logits have the shapes of the protocol, and a commit keeps them."""
     for batch in (1, ROWS):
-        empty = empty_cache(subject, batch)
-        if not isinstance(empty, Cache):
-            raise Broken(
-                f"init_cache returned {type(empty).__name__}; expected an eagle3_jax.Cache"
-            )
-        for index, layer in enumerate(empty.layers):
-            if not isinstance(layer, LayerCache):
-                raise Broken(
-                    f"layer {index} of the cache is {type(layer).__name__}; expected `fill` and"
-                    " `commit`"
-                )
-        check_rows(subject.part, empty, batch, origin="init_cache gave cache")
-        _require_length(empty, np.zeros(batch, int), "init_cache")
+        _require_empty_cache(subject, batch)
+
+    empty = empty_cache(subject)
     text = random_text(subject, size=SIZE)
     output, _, cache = prefill(subject, text)
     check_same(empty, cache, "init_cache gave cache", "and a prefill made it")
@@ -512,15 +523,31 @@ def keeps_shapes(subject: Subject) -> str:
         block, _ = feed_block(subject, cache, text, parents)
         committed = _commit(cache, block.written, jnp.array(COUNTS[0], jnp.int32), nodes)
         check_same(empty, committed, "init_cache gave cache", f"and committing {name} made it")
+
     kinds = ", ".join(type(layer).__name__ for layer in empty.layers)
     return f"width {output.final.shape[-1]}, layer caches: {kinds}"
 
 
+def _require_empty_cache(subject: Subject, batch: int) -> None:
+    empty = empty_cache(subject, batch)
+    if not isinstance(empty, Cache):
+        raise Broken(f"init_cache returned {type(empty).__name__}; expected an eagle3_jax.Cache")
+    for index, layer in enumerate(empty.layers):
+        if not isinstance(layer, LayerCache):
+            raise Broken(
+                f"layer {index} of the cache is {type(layer).__name__}; expected `fill` and"
+                " `commit`"
+            )
+    check_rows(subject.part, empty, batch, origin="init_cache gave cache")
+    _require_length(empty, np.zeros(batch, int), "init_cache")
+
+
 def depends_on_the_text(subject: Subject) -> str:
-    """Another token changes the logits after the next one; without that no other check detects anything."""
+    """Another token changes the logits after the next one; else no other check detects anything."""
     text = random_text(subject)
     changed_text = text.copy()
     changed_text[:, ::2] = (changed_text[:, ::2] + 1) % subject.target.model.vocab_size
+
     difference = reference_logits(subject, text) - reference_logits(subject, changed_text)
     moved = np.abs(difference).max(-1)[:, 1::2] / subject.once(largest_logit)
     median = float(np.median(moved))
@@ -534,7 +561,10 @@ def depends_on_the_text(subject: Subject) -> str:
 
 
 def rounds_equal_tokens(subject: Subject, *, tree: bool) -> str:
-    """Ragged prompts with different padding, a chain or a tree after them, and a chain after the committed tokens."""
+    """Prompts, a block after them and a chain after its committed tokens are like their texts.
+
+    The prompts are ragged and have different padding.
+    """
     block = "a tree" if tree else "a chain"
     deviations = [
         require_round(subject, inputs, block) for inputs in random_rounds(subject, tree=tree)
@@ -549,30 +579,32 @@ def has_independent_rows(subject: Subject) -> str:
         text=random_text(subject, 10), length=SIZE - 1 - np.arange(ROWS)
     )
     expected = run_round(subject, inputs)
+
     deviations = []
     for row in range(ROWS):
-        take_row = functools.partial(jax.tree.map, lambda leaf, row=row: leaf[row : row + 1])
+        inputs_of_row = repeat_row(inputs, row)
         mixed = run_round(subject, mix_rows(np.arange(ROWS) == row, inputs, neighbours))
-        single = run_round(subject, take_row(inputs))
         for logits, condition in (
-            (take_row(mixed), "when its neighbours hold other tokens"),
-            (single, "without them"),
+            (repeat_row(mixed, row), "when its neighbours hold other tokens"),
+            (run_round(subject, inputs_of_row), "without them"),
         ):
             faults = [f"(row {row} of the batch) is another {condition}"] * 3
+            expected_of_row = repeat_row(expected, row)
             deviations.append(
-                require_equal_round(subject, take_row(inputs), logits, take_row(expected), faults)
+                require_equal_round(subject, inputs_of_row, logits, expected_of_row, faults)
             )
     return _describe_deviation(max(deviations))
 
 
 def long_text_equals_tokens(subject: Subject) -> str:
-    """Long prompts in many rows, a block of two branches after them, and a chain after one of the branches.
+    """Long prompts in many rows, a block of two branches and a chain after one of them.
 
     Below 32 bits the default tolerance is doubled: recurrent states round off more over a long text
     (Qwen3-Next in bfloat16: 4 % of the largest logit).
     """
     if subject.tolerance is None and subject.once(computes_in_low_precision):
         subject = dataclasses.replace(subject, tolerance=2 * tolerance_of(subject))
+
     inputs = long_round(subject)
     size = inputs.draft.shape[1]
     deviation = require_round(subject, inputs, f"a tree of {size}")
@@ -583,7 +615,7 @@ def long_text_equals_tokens(subject: Subject) -> str:
 
 
 def gives_features(subject: Subject) -> str:
-    """Features ``[B T A D]`` follow the order of layers, are equal in a block, and end in the final state."""
+    """Features follow the order of layers, are equal in a block, and end in the final state."""
     num_layers = subject.once(count_layers)
     layers = (0, num_layers, num_layers + 1)
     text = random_text(subject, size=SIZE)
@@ -594,18 +626,15 @@ def gives_features(subject: Subject) -> str:
         raise Broken(
             f"features have {features.shape[3]} numbers; expected {final.shape[2]}, as final states"
         )
+
     block, _ = feed_block(subject, empty_cache(subject), text, aux_layers=layers)
+    reordered = _features(subject, layers[::-1])[:, :, ::-1]
+    with_final = np.concatenate([features[:, :, :-1], final[:, :, None]], axis=2)
     largest = 0.0
     for variant, condition in (
-        (
-            _features(subject, layers[::-1])[:, :, ::-1],
-            "when the layers are requested in another order",
-        ),
+        (reordered, "when the layers are requested in another order"),
         (np.asarray(block.features, np.float64), "in a block with a cache"),
-        (
-            np.concatenate([features[:, :, :-1], final[:, :, None]], axis=2),
-            "from the final state, which it should be,",
-        ),
+        (with_final, "from the final state, which it should be,"),
     ):
         for index, layer in enumerate(layers):
             deviation = _deviation(variant[:, :, index], features[:, :, index])
@@ -630,27 +659,22 @@ def _features(subject: Subject, layers: tuple[int, ...]) -> Float[np.ndarray, "B
 
 
 def lends_tables(subject: Subject) -> str:
-    """Its tables have the sizes of the vocabulary, and do what the target does with them, up to a factor."""
+    """Its tables have the sizes of the vocabulary, and do what the target does, up to a factor."""
     model = subject.target.model
     if not hasattr(model, "tables"):
         raise Skipped("it has no `tables`; draft heads must bring their own")
     tables = model.tables(subject.target.params)
-    text = random_text(subject, size=SIZE)
-    output, logits, _ = prefill(subject, text, (SIZE,) * ROWS)
-    width = output.final.shape[-1]
     if not isinstance(tables, EmbeddingTables):
         raise Broken(
             f"`tables` returned {type(tables).__name__}; expected eagle3_jax.EmbeddingTables"
         )
-    for name, shape in (
-        ("embedding", (model.vocab_size, width)),
-        ("unembedding", (width, model.vocab_size)),
-    ):
-        if np.shape(getattr(tables, name)) != shape:
-            raise Broken(
-                f"its {name} has shape {list(np.shape(getattr(tables, name)))}; expected"
-                f" {list(shape)}"
-            )
+
+    text = random_text(subject, size=SIZE)
+    output, logits, _ = prefill(subject, text, (SIZE,) * ROWS)
+    shape = (model.vocab_size, output.final.shape[-1])
+    _require_shape("embedding", tables.embedding, shape)
+    _require_shape("unembedding", tables.unembedding, shape[::-1])
+
     product = np.asarray(output.final, np.float64) @ np.asarray(tables.unembedding, np.float64)
     factor, deviation = _scale_to(product, logits)
     tolerance = tolerance_of(subject)
@@ -663,6 +687,7 @@ def lends_tables(subject: Subject) -> str:
                 " unembedding"
             )
     report = f"logits are {factor:.4g} times the product, off by {deviation:.0e}"
+
     num_layers = subject.once(count_layers)
     try:
         inputs = _features(subject, (0, num_layers, num_layers + 1))[:, :, 0]
@@ -680,6 +705,11 @@ def lends_tables(subject: Subject) -> str:
     )
 
 
+def _require_shape(name: str, table: Any, shape: tuple[int, ...]) -> None:
+    if np.shape(table) != shape:
+        raise Broken(f"its {name} has shape {list(np.shape(table))}; expected {list(shape)}")
+
+
 def _scale_to(values: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
     """Returns the factor that brings values nearest to expected ones, and the deviation then."""
     factor = float((values * expected).sum() / max((values * values).sum(), 1e-30))
@@ -692,13 +722,15 @@ def _deviation(values: np.ndarray, expected: np.ndarray) -> float:
 
 
 def keeps_greedy_output(subject: Subject) -> str:
-    """Greedy output with right and wrong drafts, chain and tree, is the likeliest token after every token."""
+    """Greedy output is the likeliest token after every token, with chains and trees drafted."""
     text = random_text(subject)
     rows = np.arange(ROWS)
     script = text.copy()
     for step in range(NEW):
         end = LENGTHS + step
         script[rows, end] = reference_logits(subject, script)[rows, end - 1].argmax(-1)
+
+    # Drafts are this text with wrong tokens in between, so that some are accepted and some not.
     prompts = [text[row, : LENGTHS[row]].tolist() for row in range(ROWS)]
     reports = []
     for shape, parents, shifts in (
@@ -719,7 +751,10 @@ def keeps_greedy_output(subject: Subject) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Scripted(FixedTree):
-    """Proposes the tokens of its parameters ``[B S]``, ``shifts`` ids off, and a wrong one every fourth position."""
+    """Proposes the tokens of its parameters ``[B S]``, and a wrong one every fourth position.
+
+    ``shifts`` are added to the ids of the nodes.
+    """
 
     shifts: tuple[int, ...]
     vocab_size: int

@@ -1,4 +1,4 @@
-"""Accelerators by their datasheets (memory, bandwidth, dense peaks), and the number formats that they hold."""
+"""Accelerators by their datasheets, and the number formats that they hold."""
 
 from __future__ import annotations
 
@@ -26,16 +26,14 @@ class Accelerator:
     """Limits of an accelerator."""
 
     name: str  #: Name for tables and messages.
-    memory_bytes: (
-        float  #: Capacity. Vendors' gigabytes are taken as ``10**9``, which is on the safe side.
-    )
+    #: Capacity. Vendors' gigabytes are taken as ``10**9``, which is on the safe side.
+    memory_bytes: float
     bandwidth_bytes_per_second: float  #: Memory bandwidth.
     #: Dense bfloat16 operations per second, summed in float32; without the doubling for sparse
     #: matrices.
     peak_flops: float
-    peak_flops_fp8: (
-        float | None
-    )  #: Dense FP8 operations per second; ``None`` where products are not computed in FP8.
+    #: Dense FP8 operations per second; ``None`` where products are not computed in FP8.
+    peak_flops_fp8: float | None
     source: str  #: Publication of the figures.
 
     def __post_init__(self) -> None:
@@ -51,15 +49,10 @@ _GOOGLE = "https://docs.cloud.google.com/tpu/docs"
 
 # Name, GB, TB/s, bfloat16 and FP8 TFLOPS, source. Many datasheets print peaks for 2:4 sparse
 # matrices; these are dense.
+# fmt: off
 _DATASHEETS: list[tuple[str, float, float, float, float | None, str]] = [
-    (
-        "B200",
-        180.0,
-        8.0,
-        2250.0,
-        4500.0,
-        f"NVIDIA DGX B200, an eighth of the system: {_NVIDIA}/dgx-b200/",
-    ),
+    ("B200", 180.0, 8.0, 2250.0, 4500.0,
+     f"NVIDIA DGX B200, an eighth of the system: {_NVIDIA}/dgx-b200/"),
     ("H200", 141.0, 4.8, 989.0, 1979.0, f"NVIDIA H200 datasheet, SXM: {_NVIDIA}/h200/"),
     ("H100", 80.0, 3.35, 989.0, 1979.0, f"NVIDIA H100 datasheet, SXM5: {_NVIDIA}/h100/"),
     ("H100-NVL", 94.0, 3.9, 835.0, 1671.0, f"NVIDIA H100 datasheet, NVL: {_NVIDIA}/h100/"),
@@ -67,14 +60,8 @@ _DATASHEETS: list[tuple[str, float, float, float, float | None, str]] = [
     ("A100-80GB", 80.0, 2.039, 312.0, None, f"NVIDIA A100 datasheet, 80 GB SXM4: {_NVIDIA}/a100/"),
     ("A100-40GB", 40.0, 1.555, 312.0, None, f"NVIDIA A100 datasheet, 40 GB SXM4: {_NVIDIA}/a100/"),
     ("L40S", 48.0, 0.864, 362.0, 733.0, f"NVIDIA L40S datasheet: {_NVIDIA}/l40s/"),
-    (
-        "L4",
-        24.0,
-        0.3,
-        121.0,
-        242.0,
-        f"NVIDIA L4 datasheet, half of the sparse peaks: {_NVIDIA}/l4/",
-    ),
+    ("L4", 24.0, 0.3, 121.0, 242.0,
+     f"NVIDIA L4 datasheet, half of the sparse peaks: {_NVIDIA}/l4/"),
     ("RTX-5090", 32.0, 1.792, 209.5, 419.0, "NVIDIA RTX Blackwell whitepaper, sums in float32"),
     ("RTX-4090", 24.0, 1.008, 165.2, 330.3, "NVIDIA Ada whitepaper, sums in float32"),
     ("RTX-3090", 24.0, 0.936, 71.0, None, "NVIDIA GA102 whitepaper, sums in float32"),
@@ -84,6 +71,7 @@ _DATASHEETS: list[tuple[str, float, float, float, float | None, str]] = [
     ("TPU-v5p", 95.0, 2.765, 459.0, None, f"Google Cloud documentation: {_GOOGLE}/v5p"),
     ("TPU-v6e", 32.0, 1.6, 918.0, None, f"Google Cloud documentation: {_GOOGLE}/v6e"),
 ]
+# fmt: on
 KNOWN_ACCELERATORS = {
     name.lower(): Accelerator(
         name, gigabytes * 1e9, bandwidth * 1e12, peak * 1e12, fp8 and fp8 * 1e12, source
@@ -98,16 +86,11 @@ def accelerator_named(name: str) -> Accelerator:
     Raises:
         ValueError: No accelerator has this name.
     """
-    key = (
-        name.strip()
-        .lower()
-        .replace("_", "-")
-        .replace(" ", "-")
-        .removeprefix("nvidia-")
-        .removesuffix("-sxm")
-    )
+    key = name.strip().lower().replace("_", "-").replace(" ", "-")
+    key = key.removeprefix("nvidia-").removesuffix("-sxm")
     if key in KNOWN_ACCELERATORS:
         return KNOWN_ACCELERATORS[key]
+
     near = difflib.get_close_matches(key, KNOWN_ACCELERATORS, n=1)
     known = ", ".join(accelerator.name for accelerator in KNOWN_ACCELERATORS.values())
     hint = f"; did you mean {KNOWN_ACCELERATORS[near[0]].name}?" if near else ";"
@@ -124,7 +107,7 @@ def custom_accelerator(
     memory_gb: float | None = None,
     base: Accelerator | None = None,
 ) -> Accelerator:
-    """Returns an accelerator of some bandwidth, or a known one with measured figures instead of its datasheet's.
+    """Returns an accelerator of some bandwidth, or a known one with measured figures.
 
     Args:
         gb_per_s: Bandwidth.

@@ -21,7 +21,8 @@ from eagle3_jax.theory.memory import Deployment, memory_plan
 from eagle3_jax.theory.sizes import Model, sizes_of
 from eagle3_jax.theory.speedup import best_chain_length
 
-_MOST_ROWS = 65_536  # upper end of the search for a batch size
+# Upper end of the search for a batch size.
+_MOST_ROWS = 65_536
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +53,8 @@ class Work:
 
     def limit(self, deployment: Deployment) -> str:
         """Returns ``memory`` or ``compute``, the one that takes longer."""
-        return (
-            "memory"
-            if self.memory_seconds(deployment) >= self.compute_seconds(deployment)
-            else "compute"
-        )
+        is_memory = self.memory_seconds(deployment) >= self.compute_seconds(deployment)
+        return "memory" if is_memory else "compute"
 
 
 def forward_work(
@@ -98,6 +96,8 @@ def forward_work(
     weights = deployment.streamed_bytes(
         model, tokens=1 if same_experts else batch * tokens, fuse=fuse
     )
+
+    # The fusion is not divided: every accelerator multiplies with all of it.
     matrices = read.query_output + read.key_value + read.mlp + (n * read.fusion if fuse else 0)
     keys = mixing = 0.0
     for equal in sizes.layers:
@@ -105,6 +105,7 @@ def forward_work(
         matrices += equal.experts_read(1)
         keys += keys_read(mixer, context, tokens) * deployment.layer_cache_bytes(equal)
         mixing += equal.number * mixing_flops(mixer, context, tokens)
+
     return Work(
         num_bytes=weights + batch * (keys + 2 * deployment.state_bytes(model)),
         layer_flops=2 * batch * tokens * matrices / n,
@@ -123,15 +124,19 @@ def _keys_of_each(mixer: GroupedQuery | Latent, context: int, tokens: int) -> li
 
 
 def keys_read(mixer: Mixer, context: int, tokens: int) -> int:
-    """Counts the keys that new tokens attend to, the new ones included; none in a recurrent layer."""
+    """Counts the keys that new tokens attend to, the new ones included.
+
+    A recurrent layer has none.
+    """
     if isinstance(mixer, GatedDelta):
         return 0
+    # Each later token adds its own key to those that the first one attends to.
     (of_first_token,) = _keys_of_each(mixer, context, 1)
     return of_first_token + tokens - 1
 
 
 def mixing_flops(mixer: Mixer, context: int, tokens: int) -> float:
-    """Counts the operations of attention between new tokens and all tokens, or of a recurrent state.
+    """Counts the operations of attention, or of a recurrent state, for new tokens.
 
     In attention ``4·heads·H`` for every pair of a query and a key that it attends to: a product
     with the key and one with the value. With latents ``2·heads·(2·r + dr)``, in the absorbed form.
@@ -167,11 +172,9 @@ class RoundBound:
     @property
     def draft_cost(self) -> float:
         """``c``: a draft pass over plain step, the mean of the ``K``; 0 when nothing is drafted."""
-        return (
-            self.draft_seconds / self.plain_seconds / self.num_draft_tokens
-            if self.num_draft_tokens
-            else 0.0
-        )
+        if not self.num_draft_tokens:
+            return 0.0
+        return self.draft_seconds / self.plain_seconds / self.num_draft_tokens
 
     @property
     def plain_tokens_per_second(self) -> float:
@@ -197,11 +200,12 @@ def round_bound(
     num_draft_tokens: int,
     same_experts: bool = False,
 ) -> RoundBound:
-    """Computes the roofline of a round: a forward of the target over ``K + 1`` tokens, ``K`` passes of the drafter.
+    """Computes the roofline of a round.
 
-    The drafter's first pass takes in the up to ``K + 1`` tokens that the last round committed and
-    fuses their features; the others take one token each. A drafter that proposes the whole draft in
-    one pass has only the first. It takes as many rows, or a single one if the drafter has no layers
+    A round is a forward of the target over ``K + 1`` tokens and ``K`` passes of the drafter. The
+    drafter's first pass takes in the up to ``K + 1`` tokens that the last round committed and fuses
+    their features; the others take one token each. A drafter that proposes the whole draft in one
+    pass has only the first. It takes as many rows, or a single one if the drafter has no layers
     that keep anything (Medusa).
 
     Args:
@@ -217,16 +221,19 @@ def round_bound(
     target = deployment.target
     plain = work(target, context=context, tokens=1, logits=1)
     verify = work(target, context=context, tokens=k + 1, logits=k + 1)
+
     passes: list[Work] = []
     if deployment.head is not None and k > 0:
         head = sizes_of(deployment.head)
         rows = k + 1
         logits = k if head.is_parallel else 1
         if head.is_parallel and not head.layers:
-            rows = logits = 1  # the outputs of all heads are counted as one
+            # The outputs of all heads are counted as one.
+            rows = logits = 1
         passes = [work(head, context=context, tokens=rows, logits=logits, fuse=True)]
         if not head.is_parallel:
             passes += [work(head, context=context + k + 1, tokens=1, logits=1)] * (k - 1)
+
     return RoundBound(
         batch=batch,
         num_draft_tokens=k,
@@ -242,7 +249,10 @@ def round_bound(
 
 
 def experts_read(deployment: Deployment, *, batch: int, nodes: int) -> float:
-    """Returns the share of the target's experts that verification of ``nodes`` tokens reads, the root included."""
+    """Returns the share of the target's experts that verification reads.
+
+    ``nodes`` counts the tokens of a sequence that are verified, the root included.
+    """
     target = sizes_of(deployment.target)
     return sum(equal.experts_read(batch * nodes) for equal in target.layers) / target.read.experts
 
@@ -255,7 +265,10 @@ def best_chain(
     conditional_acceptance_rate: float,
     longest: int = 8,
 ) -> int:
-    """Returns the ``K`` of the largest speed-up on the roofline, up to ``longest``; 0 where none exceeds 1."""
+    """Returns the ``K`` of the largest speed-up on the roofline, up to ``longest``.
+
+    It is 0 where no speed-up exceeds 1.
+    """
     bounds = [
         round_bound(deployment, batch=batch, context=context, num_draft_tokens=k)
         for k in range(1, longest + 1)
@@ -270,7 +283,7 @@ def best_chain(
 def paying_batches(
     deployment: Deployment, *, context: int, num_draft_tokens: int, mean_acceptance_length: float
 ) -> tuple[int | None, int | None]:
-    """Returns the first batch at which speculation pays off on the roofline, and the first after the last one.
+    """Returns the batches between which speculation pays off on the roofline.
 
     It pays off where ``τ > v(B) + K·c(B)``.
 
@@ -284,11 +297,14 @@ def paying_batches(
         longer does: 1 if it pays off at none, ``None`` if it does up to 65,536.
     """
     bound = partial(round_bound, deployment, context=context, num_draft_tokens=num_draft_tokens)
-    speedup = lambda batch: bound(batch=batch).speedup(mean_acceptance_length)
-    start = _first(lambda batch: speedup(batch) > 1.0)
+
+    def pays_off(batch: int) -> bool:
+        return bound(batch=batch).speedup(mean_acceptance_length) > 1.0
+
+    start = _first(pays_off)
     if start is None:
         return None, 1
-    return start, _first(lambda batch: speedup(batch) <= 1.0, after=start)
+    return start, _first(lambda batch: not pays_off(batch), after=start)
 
 
 def break_even_batch(
@@ -309,9 +325,10 @@ def largest_batch(
 
 
 def _first(holds: Callable[[int], bool], *, after: int = 0) -> int | None:
-    """Returns the smallest batch above ``after`` for which a condition holds; ``None`` if there is none up to 65,536.
+    """Returns the smallest batch above ``after`` for which a condition holds.
 
-    ``after`` is doubled until the condition holds, and the batches up to there are bisected.
+    It is ``None`` if there is none up to 65,536. ``after`` is doubled until the condition holds,
+    and the batches up to there are bisected.
     """
     doubles = (min(max(after, 1) << power, _MOST_ROWS) for power in range(17))
     end = next(filter(holds, doubles), None)
@@ -326,9 +343,8 @@ class Claim:
 
     tokens_per_second: float  #: The claimed throughput, all sequences together.
     bound: float  #: Upper bound at this batch, every draft token accepted.
-    batch_needed: (
-        int | None
-    )  #: Smallest batch at which plain decoding could reach it; ``None`` if there is none.
+    #: Smallest batch at which plain decoding could reach it; ``None`` if there is none.
+    batch_needed: int | None
 
     @property
     def share_of_bound(self) -> float:
@@ -349,7 +365,7 @@ def check_claim(
     context: int,
     num_draft_tokens: int,
 ) -> Claim:
-    """Compares a claimed throughput with the roofline at ``τ = K + 1``, which no drafter can exceed.
+    """Compares a claimed throughput with the roofline at ``τ = K + 1``, the most of any drafter.
 
     The time of drafting is left out, so that the verdict holds for every drafter. Only the experts
     that a single token needs are counted, so that it holds for every text.
@@ -359,11 +375,16 @@ def check_claim(
     """
     if not tokens_per_second > 0:
         raise ValueError(f"a claim of {tokens_per_second:g} tokens/s; expected a positive number")
+
     bound = partial(round_bound, deployment, context=context, same_experts=True)
-    plain_speed = lambda rows: bound(batch=rows, num_draft_tokens=0).plain_tokens_per_second
+
+    def plain_reaches_it(rows: int) -> bool:
+        plain = bound(batch=rows, num_draft_tokens=0)
+        return plain.plain_tokens_per_second >= tokens_per_second
+
     verify_seconds = bound(batch=batch, num_draft_tokens=num_draft_tokens).verify_seconds
     return Claim(
         tokens_per_second=tokens_per_second,
         bound=batch * (num_draft_tokens + 1) / verify_seconds,
-        batch_needed=_first(lambda rows: plain_speed(rows) >= tokens_per_second),
+        batch_needed=_first(plain_reaches_it),
     )

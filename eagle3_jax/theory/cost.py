@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-_LEAST = 1e-12  # below, quotients are no longer finite
+# Below, quotients are no longer finite.
+_LEAST = 1e-12
 
 
 def cost_per_million_tokens(tokens_per_second: float, price_per_hour: float) -> float:

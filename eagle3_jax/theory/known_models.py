@@ -32,7 +32,7 @@ _FIELDS_OF_PARTS = {"rope": RopeConfig, "query_scaling": QueryScaling}
 
 
 def known_name(name: str, names: Iterable[str]) -> str | None:
-    """Returns the spelling of a name among the known names, in any case; ``None`` if it is not known."""
+    """Returns the usual spelling of a name in any case; ``None`` if it is not known."""
     return next((known for known in names if known.lower() == name.lower()), None)
 
 
@@ -44,6 +44,7 @@ def _read(table: dict[str, Any]) -> DecoderConfig:
         for field in _FIELDS_OF_PARTS.keys() & fields:
             fields[field] = _FIELDS_OF_PARTS[field](**fields[field]) if fields[field] else None
         parts[name] = _PARTS[name](**fields)
+
     layers: list[LayerConfig] = []
     for number, mixer, mlp in table.pop("layers"):
         layers += uniform(number, parts[mixer], parts[mlp])

@@ -1,4 +1,4 @@
-"""Memory that a target and its draft head occupy on each accelerator: weights, both caches, activations."""
+"""Memory of a target and its draft head on each accelerator: weights, caches, activations."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from eagle3_jax.models.config import (
 from eagle3_jax.theory.accelerators import CACHE_BYTES, WEIGHT_BITS, Accelerator
 from eagle3_jax.theory.sizes import EqualLayers, Model, Sizes, sizes_of
 
-_EXPERTS_ONLY = (  # gpt-oss is published in it: everything except the experts stays in bfloat16
-    "mxfp4"
-)
-_MOST_ACCELERATORS = 1024  # upper end of the search for a number that fits
+# gpt-oss is published in it: everything except the experts stays in bfloat16.
+_EXPERTS_ONLY = "mxfp4"
+# Upper end of the search for a number that fits.
+_MOST_ACCELERATORS = 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +53,7 @@ class Deployment:
             raise ValueError(
                 f"cache type {self.cache!r} is not known; use one of {', '.join(CACHE_BYTES)}"
             )
+
         for name, model in ((self.target_name, self.target), (self.head_name, self.head)):
             for num_heads in attention_heads(model) if model else ():
                 if num_heads % self.num_accelerators:
@@ -60,6 +61,7 @@ class Deployment:
                         f"{num_heads} attention heads of the {name} cannot be divided by "
                         f"{self.num_accelerators} accelerators; use a number that divides them"
                     )
+
         if self.head and self.head.target_width != self.target.width:
             raise ValueError(
                 f"the head reads features of width {self.head.target_width} but {self.target_name}"
@@ -73,11 +75,11 @@ class Deployment:
 
     @property
     def plain_bytes(self) -> int:
-        """Bytes of a number that is never quantized: in tables, routers, vectors, head and activations."""
+        """Bytes of a number that is never quantized, as in tables, vectors and activations."""
         return 4 if self.weights == "float32" else 2
 
     def weight_bytes(self, model: Model) -> float:
-        """Counts the weights on each accelerator: those that a forward reads, and the embedding; no borrowed ones."""
+        """Counts the weights on each accelerator that the model owns, the embedding included."""
         sizes = sizes_of(model)
         if not sizes.owned.total:
             return 0.0
@@ -102,10 +104,10 @@ class Deployment:
         read = sizes.read
         wide = self.plain_bytes
         is_fp8 = self.weights == "fp8"
-        bits = (
-            WEIGHT_BITS[self.weights] if is_fp8 or isinstance(model, DecoderConfig) else 8.0 * wide
-        )
+        is_quantized = is_fp8 or isinstance(model, DecoderConfig)
+        bits = WEIGHT_BITS[self.weights] if is_quantized else 8.0 * wide
         dense_bits = 8.0 * wide if self.weights == _EXPERTS_ONLY else bits
+
         kernel = 1 if is_fp8 and sizes.is_head else wide
         owned_output = min(sizes.owned.output, read.output)
         divided = kernel * owned_output + wide * (read.output - owned_output)
@@ -113,15 +115,16 @@ class Deployment:
             layer = equal.sizes
             dense = layer.query_output + layer.mlp + layer.key_value * self._shared_by(equal)
             divided += (dense_bits * dense + bits * equal.experts_read(tokens)) / 8
+
         fusion = kernel * read.fusion if fuse else 0
         return divided / self.num_accelerators + wide * (read.vectors + read.routers) + fusion
 
     def cache_bytes_per_token(self, model: Model) -> float:
-        """Counts the bytes of a token's keys and values on each accelerator: ``Σ 2·C·H`` numbers, ``·r/n``.
+        """Counts the bytes of a token's keys and values on each accelerator.
 
-        A layer of latents has ``r + dr`` on every accelerator, a recurrent layer nothing. Layers
-        with a window hold the whole sequence like the others; an engine that frees what has left
-        the window needs less.
+        These are ``Σ 2·C·H·r/n`` numbers, over all layers. A layer of latents has ``r + dr`` on
+        every accelerator, a recurrent layer nothing. Layers with a window hold the whole sequence
+        like the others; an engine that frees what has left the window needs less.
         """
         return sum(map(self.layer_cache_bytes, sizes_of(model).layers), 0.0)
 
@@ -131,9 +134,10 @@ class Deployment:
         return values * CACHE_BYTES[self.cache]
 
     def state_bytes(self, model: Model) -> float:
-        """Counts the bytes of a sequence's recurrent states on each accelerator: ``4·Hv·dk·dv`` a layer.
+        """Counts the bytes of a sequence's recurrent states on each accelerator.
 
-        The ``K - 1`` inputs that convolutions look back at are in the type of the activations.
+        These are ``4·Hv·dk·dv`` a layer. The ``K - 1`` inputs that convolutions look back at are in
+        the type of the activations.
         """
         layers = sizes_of(model).layers
         values = sum(
@@ -142,18 +146,20 @@ class Deployment:
         return values / self.num_accelerators
 
     def _shared_by(self, equal: EqualLayers) -> float:
-        """Number of accelerators that hold the same key/value head; a latent counts as one head."""
+        """Number of accelerators that hold the same key/value head."""
         mixer = equal.layer.mixer
-        heads = (
-            1
-            if isinstance(mixer, Latent)
-            else getattr(mixer, "num_kv_heads", self.num_accelerators)
-        )
+        # A latent counts as one head; what has no key/value heads is divided.
+        heads = getattr(mixer, "num_kv_heads", self.num_accelerators)
+        if isinstance(mixer, Latent):
+            heads = 1
         return max(1.0, self.num_accelerators / heads)
 
 
 def attention_heads(model: Model) -> set[int]:
-    """Returns the numbers of heads that accelerators divide: query heads, or key heads of recurrent layers."""
+    """Returns the numbers of heads that accelerators divide.
+
+    These are query heads, or key heads of recurrent layers.
+    """
     mixers = [equal.layer.mixer for equal in sizes_of(model).layers]
     return {
         mixer.num_key_heads if isinstance(mixer, GatedDelta) else mixer.num_heads
@@ -207,7 +213,7 @@ SCORES = 2**27
 def _activation_bytes(
     deployment: Deployment, batch: int, context: int, num_draft_tokens: int, prefill_tokens: int
 ) -> float:
-    """Estimates the working memory of this library's largest forward on each accelerator, within a tenth.
+    """Estimates the memory of this library's largest forward on each accelerator, within a tenth.
 
     ``T·wide·(4·D + (2·mlp + (heads + 2·C)·H)/n + A·D) + (4 + wide)·scores/n + 2·4·B·(K+1)·V/n``:
     for the ``T`` tokens of the forward the residual stream and three vectors like it, the inner
@@ -225,6 +231,7 @@ def _activation_bytes(
     kinds = set(target.layers)
     inner_width = max(map(_inner_width, kinds))
     per_token = deployment.plain_bytes * (4 * target.width + inner_width / n + features)
+
     heads = max(
         (layer.mixer.num_heads for layer in kinds if not isinstance(layer.mixer, GatedDelta)),
         default=0,
@@ -232,10 +239,12 @@ def _activation_bytes(
     scores_per_query = heads * context
     prefill_queries = min(prefill_tokens, SCORES / (scores_per_query or 1))
     scores = scores_per_query * max(verified, prefill_queries)
+
     cached = prefill_tokens
     if batch * context > prefill_tokens:
         cached += min(2 * prefill_tokens, batch * context)
     cache_bytes = sum(map(deployment.cache_bytes_per_token, deployment.models))
+
     return (
         max(verified, prefill_tokens) * per_token
         + (4 + deployment.plain_bytes) * scores / n
@@ -248,19 +257,21 @@ def _inner_width(layer: LayerConfig) -> int:
     """Returns the width of all inner vectors of a token in a layer."""
     mixer = layer.mixer
     mlp = layer.mlp
-    mlp_width = (
-        mlp.width if isinstance(mlp, GatedMLP) else mlp.per_token * mlp.width + mlp.shared_width
-    )
+    is_dense = isinstance(mlp, GatedMLP)
+    mlp_width = mlp.width if is_dense else mlp.per_token * mlp.width + mlp.shared_width
     inner = 2 * mlp_width
-    if isinstance(mixer, Latent):  # query and output of each head, in the latent's space
+
+    # Query and output of each head, in the latent's space.
+    if isinstance(mixer, Latent):
         return inner + 2 * mixer.num_heads * (mixer.kv_rank + mixer.rope_dim)
     if isinstance(mixer, GatedDelta):
         keys = mixer.num_key_heads * mixer.key_dim
         values = mixer.num_value_heads * mixer.value_dim
         return inner + 2 * (keys + values)
-    num_vectors = (
-        mixer.num_heads + 2 * mixer.num_kv_heads + (mixer.num_heads if mixer.output_gate else 0)
-    )
+
+    num_vectors = mixer.num_heads + 2 * mixer.num_kv_heads
+    if mixer.output_gate:
+        num_vectors += mixer.num_heads
     return inner + num_vectors * mixer.head_dim
 
 
@@ -290,17 +301,19 @@ def memory_plan(
         reserve_bytes: Bytes for everything that is not counted here.
 
     Raises:
-        ValueError: The utilization is no share.
+        ValueError: The utilization is not a share.
     """
     if not 0 < utilization <= 1:
         raise ValueError(
             f"memory utilization is {utilization:g}; expected more than 0 and at most 1"
         )
+
     target = deployment.target
     head = deployment.head
     tokens = batch * (context + num_draft_tokens + 1)
     target_token = deployment.cache_bytes_per_token(target)
     head_token = deployment.cache_bytes_per_token(head) if head else 0.0
+
     return MemoryPlan(
         target_weights=deployment.weight_bytes(target),
         head_weights=deployment.weight_bytes(head) if head else 0.0,
@@ -315,7 +328,10 @@ def memory_plan(
 
 
 def remedy_of(deployment: Deployment, **load: Any) -> dict[str, Any]:
-    """Returns the smallest number of accelerators, and the widest type of weights, with which :func:`memory_plan` fits.
+    """Returns what would make :func:`memory_plan` fit.
+
+    It is the smallest number of accelerators, and the widest type of weights; ``None`` where none
+    fits.
 
     Args:
         deployment: A deployment that does not fit.
@@ -326,7 +342,10 @@ def remedy_of(deployment: Deployment, **load: Any) -> dict[str, Any]:
         n for n in range(deployment.num_accelerators + 1, _MOST_ACCELERATORS + 1) if heads % n == 0
     ]
     smaller = [name for name, bits in WEIGHT_BITS.items() if bits < WEIGHT_BITS[deployment.weights]]
-    fits = lambda **change: memory_plan(dataclasses.replace(deployment, **change), **load).fits
+
+    def fits(**change: Any) -> bool:
+        return memory_plan(dataclasses.replace(deployment, **change), **load).fits
+
     return {
         "num_accelerators": next((n for n in larger if fits(num_accelerators=n)), None),
         "weights": next((name for name in smaller if fits(weights=name)), None),

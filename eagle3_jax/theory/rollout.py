@@ -1,4 +1,4 @@
-"""A staged plan for a rollout of speculation in production, with gates computed from the model and its traffic."""
+"""A staged plan for a rollout of speculation, with gates from the model and its traffic."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from eagle3_jax.theory.speedup import Rates, rates, round_cost, tau_from_conditi
 #: known to a quarter of a percent with 95 % confidence, ``n = z² p(1-p) / h²`` with ``p`` = 1 % and
 #: ``h`` = 0.25 %.
 REQUESTS_FOR_P99 = math.ceil(1.96**2 * 0.01 * (1 - 0.01) / 0.0025**2)
-_STAGES = ((0.01, 1.0), (0.1, 24.0), (0.5, 24.0), (1.0, 168.0))  # share of traffic, least hours
+# Share of traffic, and least hours.
+_STAGES = ((0.01, 1.0), (0.1, 24.0), (0.5, 24.0), (1.0, 168.0))
 
 
 class Traffic(NamedTuple):
@@ -38,15 +39,15 @@ class MeasuredCosts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One step of the rollout: the share of the requests that the speculative pool serves, and for how long."""
+    """One step of the rollout."""
 
-    share: float  #: Share of the requests.
+    share: float  #: Share of the requests that the speculative pool serves.
     hours: float  #: Minimum duration.
     requests: float  #: Number of requests that the pool serves in that time.
 
 
 class BatchRange(NamedTuple):
-    """Chain length ``K`` for batches from ``first`` to ``last``, both included; 0 is plain decoding."""
+    """Chain length ``K`` for batches from ``first`` to ``last``, both included; 0: no draft."""
 
     first: int
     last: int
@@ -64,19 +65,16 @@ class RolloutPlan:
     expected: Rates  #: Rates that offline measurement must confirm.
     verify_cost: float  #: ``v`` at the daily peak.
     draft_cost: float  #: ``c`` at the daily peak.
-    measured: (
-        bool  #: Whether both costs were measured; otherwise they are the roofline's, the best case.
-    )
-    break_even_tau: (
-        float  #: ``v + K·c`` at the peak; with a smaller τ speculation slows the service down.
-    )
+    #: Whether both costs were measured; otherwise they are the roofline's, the best case.
+    measured: bool
+    #: ``v + K·c`` at the peak; with a smaller τ speculation slows the service down.
+    break_even_tau: float
     least_tau: float  #: The gate on τ, halfway from break-even to the expected τ.
     #: The gate on the median time per output token over that of the plain pool, half of the
     #: predicted saving.
     largest_time_ratio: float
-    predicted_speedup: (
-        float  #: ``S = τ / (v + K·c)`` at the peak; at most that, where costs are the roofline's.
-    )
+    #: ``S = τ / (v + K·c)`` at the peak; at most that, where costs are the roofline's.
+    predicted_speedup: float
     #: Batch at which speculation stops paying off on the roofline; ``None`` if there is none.
     break_even_batch: int | None
     obstacles: list[str]  #: Reasons not to start the rollout.
@@ -92,7 +90,7 @@ def draft_schedule(
     context: int,
     largest: int,
 ) -> list[BatchRange]:
-    """Returns the best ``K`` up to a limit for every batch, by the roofline; equal neighbors are one range.
+    """Returns the best ``K`` up to a limit for every batch, by the roofline.
 
     Each range reaches from a power of two to the next and takes the smaller ``K`` of both ends.
     """
@@ -100,6 +98,7 @@ def draft_schedule(
         "conditional_acceptance_rate": conditional_acceptance_rate,
         "longest": most_draft_tokens,
     }
+
     ranges: list[BatchRange] = []
     for power in range(largest.bit_length()):
         first = 2**power
@@ -108,6 +107,7 @@ def draft_schedule(
             best_chain(deployment, batch=batch, context=context, **options)
             for batch in {first, last}
         )
+        # Equal neighbors are one range.
         start = ranges.pop().first if ranges and ranges[-1].num_draft_tokens == best else first
         ranges.append(BatchRange(start, last, best))
     return ranges
@@ -142,16 +142,19 @@ def plan_rollout(
         raise ValueError(
             f"requests_per_second is {traffic.requests_per_second:g}; expected a positive number"
         )
+
     k = num_draft_tokens
     alpha = conditional_acceptance_rate
     batch = traffic.concurrency
     tau = tau_from_conditional_rate(alpha, k)
-    context = traffic.prompt_tokens + traffic.output_tokens // 2  # mean number of earlier tokens
+    # The mean number of earlier tokens.
+    context = traffic.prompt_tokens + traffic.output_tokens // 2
     bound = round_bound(deployment, batch=batch, context=context, num_draft_tokens=k)
     v, c = measured or (bound.verify_cost, bound.draft_cost)
     even = round_cost(k, verify_cost=v, draft_cost=c)
     longest = traffic.prompt_tokens + traffic.output_tokens
     memory = memory_plan(deployment, batch=batch, context=longest, num_draft_tokens=k)
+
     obstacles = []
     if not memory.fits:
         obstacles.append(
@@ -161,6 +164,7 @@ def plan_rollout(
         obstacles.append(
             f"speed: τ {tau:.2f} is below the {even:.2f} that a round costs at {batch} sequences"
         )
+
     return RolloutPlan(
         deployment=deployment,
         traffic=traffic,
@@ -208,6 +212,7 @@ def to_markdown(plan: RolloutPlan, *, target: str, head: str) -> str:
         plain += ["--kv-cache-dtype", plan.deployment.cache]
     if plan.deployment.num_accelerators > 1:
         plain += ["--tensor-parallel-size", str(plan.deployment.num_accelerators)]
+
     settings = {"method": "eagle3", "model": head, "num_speculative_tokens": plan.num_draft_tokens}
     settings["num_speculative_tokens_per_batch_size"] = [list(part) for part in plan.schedule]
     obstacles = "".join(f"- **Do not start.** {text}\n" for text in plan.obstacles)
@@ -215,6 +220,7 @@ def to_markdown(plan: RolloutPlan, *, target: str, head: str) -> str:
         f"| {stage.share:.0%} | {stage.hours:g} h | {stage.requests:,.0f} |"
         for stage in plan.stages
     ]
+
     template = Path(__file__).with_name("rollout.md").read_text(encoding="utf-8")
     return template.format(
         plan=plan,

@@ -1,4 +1,4 @@
-"""Sizes of targets and drafters, counted from the shapes of parameters and caches of their networks."""
+"""Sizes of targets and drafters, counted from the shapes of their parameters and caches."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ ONE_PASS = ("num_heads", "mask_token_id", "block_size")
 
 
 class Parameters(NamedTuple):
-    """Numbers of parameters by their use, which decides whether they are quantized, divided or read in every step."""
+    """Numbers of parameters by their use.
 
-    query_output: int = (
-        0  #: Projections divided by query heads (queries, outputs, and what expands a latent).
-    )
-    key_value: int = (
-        0  #: Projections that are divided by key heads, and those that lead to a latent.
-    )
+    The use decides whether they are quantized, divided, or read in every step.
+    """
+
+    #: Projections divided by query heads (queries, outputs, and what expands a latent).
+    query_output: int = 0
+    #: Projections that are divided by key heads, and those that lead to a latent.
+    key_value: int = 0
     mlp: int = 0  #: Gate, up and down projections that every token goes through.
     #: The projection that fuses target features in a draft head, and its other matrices outside of
     #: layers.
@@ -55,7 +56,7 @@ class EqualLayers(NamedTuple):
     window_values: int  #: Inputs that the convolutions of a recurrent layer look back at.
 
     def experts_read(self, tokens: int | None) -> float:
-        """Counts the parameters of the experts that ``tokens`` tokens go through, or of all experts for ``None``.
+        """Counts the parameters of the experts that some tokens go through; ``None``: of all.
 
         It is the mean ``E·(1 - (1 - k/E)^tokens)`` for tokens that choose independently and evenly.
         Neighbors in a text choose alike and experts are not equally popular, so a real forward
@@ -80,18 +81,18 @@ class Sizes:
     max_positions: int = MOST  #: Longest sequence that it was built for.
     is_parallel: bool = False  #: Whether one pass proposes the whole draft.
     fuses_once: bool = False  #: Whether only the first pass of a draft reads ``fusion``.
-    longest: int = (
-        MOST  #: Maximum number of draft tokens. The root of a draft takes a position too.
-    )
+    #: Maximum number of draft tokens. The root of a draft takes a position too.
+    longest: int = MOST
     #: Whether it is a draft head, every kernel of which may be stored in FP8, its output matrix
     #: included.
     is_head: bool = False
 
     @property
     def active(self) -> int:
-        """Parameters that one token is multiplied with: ``k`` experts of ``E``, and no embedding table.
+        """Parameters that one token is multiplied with: ``k`` experts of ``E``.
 
-        Publishers differ in what they count; some add the embedding.
+        The embedding table is left out. Publishers differ in what they count; some add the
+        embedding.
         """
         unread = sum(equal.sizes.experts - equal.experts_read(1) for equal in self.layers)
         return self.read.total - self.read.embedding - round(unread)
@@ -102,7 +103,7 @@ Model = DecoderConfig | Eagle3Config | Sizes
 
 @functools.lru_cache(maxsize=64)
 def sizes_of(model: Model) -> Sizes:
-    """Counts the sizes of a target or an EAGLE-3 head from its configuration; :class:`Sizes` are returned unchanged."""
+    """Counts the sizes of a target or an EAGLE-3 head; :class:`Sizes` are returned unchanged."""
     from eagle3_jax.drafters.eagle3 import Eagle3Drafter
     from eagle3_jax.models.decoder import DecoderTarget
 
@@ -110,19 +111,19 @@ def sizes_of(model: Model) -> Sizes:
         return model
     if isinstance(model, Eagle3Config):
         return head_sizes(Eagle3Drafter(model), "EAGLE-3 head")
-    kinds = tuple(
-        dict.fromkeys(model.layers)
-    )  # each kind of layer is traced once, however many layers there are
+
+    # Each kind of layer is traced once, however many layers there are.
+    kinds = tuple(dict.fromkeys(model.layers))
     network = DecoderTarget(dataclasses.replace(model, layers=kinds))
     numbers = [model.layers.count(kind) for kind in kinds]
     layers, owned = _count(network.param_shapes(), network.param_axes(), kinds, numbers)
     positions = model.max_positions
     return Sizes(
-        "draft model",
-        model.width,
-        layers,
-        owned,
-        owned,
+        method="draft model",
+        target_width=model.width,
+        layers=layers,
+        read=owned,
+        owned=owned,
         max_positions=positions,
         longest=positions - 1,
     )
@@ -147,6 +148,7 @@ def head_sizes(drafter: Any, method: str, borrowed_output: int = 0) -> Sizes:
         drafter.param_shapes(), drafter.param_axes()["head"], kinds, [1] * len(kinds)
     )
     borrows = drafter.borrows_output and not getattr(config, "own_output", False)
+
     return Sizes(
         method=method,
         target_width=config.target_width,
@@ -165,7 +167,14 @@ def head_sizes(drafter: Any, method: str, borrowed_output: int = 0) -> Sizes:
 def _count(
     shapes: Any, axes: Any, layers: tuple[LayerConfig, ...], numbers: Sequence[int]
 ) -> tuple[tuple[EqualLayers, ...], Parameters]:
-    """Counts the sizes of the layers, each ``numbers`` times, and all parameters, also those outside of layers."""
+    """Counts the sizes of the layers and all parameters, also those outside of layers.
+
+    Args:
+        shapes: Shapes of the parameters, with every kind of layer once.
+        axes: Their named axes.
+        layers: The kinds of layers.
+        numbers: Number of layers of each kind.
+    """
     import jax
 
     counts: dict[int | None, Any] = collections.defaultdict(collections.Counter)
@@ -175,14 +184,14 @@ def _count(
     for (path, leaf), named_axes in zip(leaves, leaf_axes, strict=True):
         names = [str(getattr(entry, "key", getattr(entry, "idx", entry))) for entry in path]
         index = _layer_index(names) if layers else None
-        if (
-            "qkv" in names and len(leaf.shape) == 2
-        ):  # one matrix, the last columns of which give keys and values
+        # One matrix, the last columns of which give keys and values.
+        if "qkv" in names and len(leaf.shape) == 2:
             values = leaf.shape[0] * sum(cached[index or 0].values())
             counts[index] += {"query_output": leaf.size - values, "key_value": values}
         else:
             axis_names = {axis.name for axis in named_axes if axis}
             counts[index][_use(names, leaf.shape, axis_names)] += leaf.size
+
     equal_layers = []
     for index, (layer, number) in enumerate(zip(layers, numbers, strict=True)):
         sizes = Parameters(**{use: number * count for use, count in counts[index].items()})
@@ -190,13 +199,17 @@ def _count(
         state = values.pop("state", 0)
         window = values.pop("window", 0)
         equal_layers.append(EqualLayers(layer, number, sizes, sum(values.values()), state, window))
+
     by_part = [Parameters(**counts[None]), *(equal.sizes for equal in equal_layers)]
     total = Parameters(*map(sum, zip(*by_part, strict=True)))
     return tuple(equal_layers), total
 
 
 def _layer_index(names: list[str]) -> int | None:
-    """Returns the layer of a parameter: ``blocks.2`` of a target is layer 2, ``upper_layers.0`` of a head layer 1."""
+    """Returns the layer of a parameter.
+
+    ``blocks.2`` of a target is layer 2, ``upper_layers.0`` of a head layer 1.
+    """
     if names[0] in ("first", "block"):
         return 0
     if names[0] == "blocks":
@@ -207,7 +220,7 @@ def _layer_index(names: list[str]) -> int | None:
 
 
 def _use(names: list[str], shape: tuple[int, ...], axes: set[str]) -> str:
-    """Returns the field of :class:`Parameters` that counts a parameter, by its axes where they are named."""
+    """Returns the field of :class:`Parameters` that counts a parameter."""
     from eagle3_jax.devices.sharding import EXPERTS, HEADS, MLP, VOCAB
 
     if EXPERTS in axes:
@@ -219,7 +232,8 @@ def _use(names: list[str], shape: tuple[int, ...], axes: set[str]) -> str:
             return use
     if "attention" in names:
         return "key_value"
-    if names[-1] in ("embedding", "before"):  # tables that are looked up; `before` is DSpark's
+    # Tables that are looked up; `before` is DSpark's.
+    if names[-1] in ("embedding", "before"):
         return "embedding"
     return "routers" if "mlp" in names else "fusion"
 
@@ -232,8 +246,7 @@ def _cache_values(layer: LayerConfig) -> dict[str, int]:
 
     def buffers() -> dict[str, jax.Array]:
         (cache,) = empty_cache((layer,), batch=1, capacity=1, dtype="float32").layers
-        return {
-            path[-1].name: buffer for path, buffer in jax.tree_util.tree_leaves_with_path(cache)
-        }
+        leaves = jax.tree_util.tree_leaves_with_path(cache)
+        return {path[-1].name: buffer for path, buffer in leaves}
 
     return {name: math.prod(buffer.shape) for name, buffer in jax.eval_shape(buffers).items()}

@@ -21,11 +21,12 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-_STEPS = 2**60  # between the conditional acceptance rates 0 and 1, in the search for a rate
+# Between the conditional acceptance rates 0 and 1, in the search for a rate.
+_STEPS = 2**60
 
 
 def tau_from_draft_rate(draft_acceptance_rate: float, num_draft_tokens: int) -> float:
-    """``τ = 1 + K·r``: a round emits its accepted tokens and one more from the same verification."""
+    """``τ = 1 + K·r``: a round emits its accepted tokens and one more of the verification."""
     _check_rate("draft_acceptance_rate", draft_acceptance_rate)
     return 1.0 + num_draft_tokens * draft_acceptance_rate
 
@@ -47,11 +48,14 @@ def draft_rate_from_tau(mean_acceptance_length: float, num_draft_tokens: int) ->
 
 
 def conditional_rate_from_tau(mean_acceptance_length: float, num_draft_tokens: int) -> float:
-    """Finds the ``α`` in [0, 1] whose geometric sum is ``τ``, by bisection: the sum increases with ``α``."""
+    """Finds the ``α`` in [0, 1] whose geometric sum is ``τ``, by bisection."""
     _check_tau(mean_acceptance_length, num_draft_tokens)
-    steps = range(_STEPS)
-    tau_at = lambda step: tau_from_conditional_rate(step / _STEPS, num_draft_tokens)
-    return bisect.bisect_left(steps, mean_acceptance_length, key=tau_at) / _STEPS
+
+    # It increases with α.
+    def tau_at(step: int) -> float:
+        return tau_from_conditional_rate(step / _STEPS, num_draft_tokens)
+
+    return bisect.bisect_left(range(_STEPS), mean_acceptance_length, key=tau_at) / _STEPS
 
 
 def round_cost(num_draft_tokens: int, *, verify_cost: float, draft_cost: float) -> float:
@@ -67,7 +71,10 @@ def round_cost(num_draft_tokens: int, *, verify_cost: float, draft_cost: float) 
 def speedup(
     mean_acceptance_length: float, *, num_draft_tokens: int, verify_cost: float, draft_cost: float
 ) -> float:
-    """``S = τ / (v + K·c)``: tokens per round over its cost (Leviathan et al., 2023, theorem 3.8, where ``v = 1``)."""
+    """``S = τ / (v + K·c)``: tokens per round over its cost.
+
+    It is theorem 3.8 of Leviathan et al. (2023), where ``v = 1``.
+    """
     _check_tau(mean_acceptance_length, num_draft_tokens)
     return mean_acceptance_length / round_cost(
         num_draft_tokens, verify_cost=verify_cost, draft_cost=draft_cost
@@ -95,7 +102,9 @@ def rates(mean_acceptance_length: float, num_draft_tokens: int) -> Rates:
 def rates_for_speedup(
     gain: float, *, num_draft_tokens: int, verify_cost: float, draft_cost: float
 ) -> Rates | None:
-    """Returns the rates at which ``S`` is ``gain``: ``τ = S·(v + K·c)``. Those of ``S = 1`` are the break-even.
+    """Returns the rates at which ``S`` is ``gain``: ``τ = S·(v + K·c)``.
+
+    Those of ``S = 1`` are the break-even.
 
     Returns:
         ``None`` when even ``τ = K + 1``, everything accepted, is not enough. A ``τ`` below 1, which
@@ -113,7 +122,7 @@ def best_chain_length(
     verify_costs: Sequence[float],
     draft_costs: Sequence[float],
 ) -> int:
-    """Returns the ``K`` of the largest ``S``, the smallest of equals; 0, plain decoding, when none exceeds 1.
+    """Returns the ``K`` of the largest ``S``, the smallest of equals; 0 when none exceeds 1.
 
     The costs are ``v`` and ``c`` for ``K`` = 1, 2, ….
     """
@@ -184,7 +193,7 @@ def simulate(
     output_tokens: int,
     seed: int,
 ) -> Simulation:
-    """Simulates requests round by round, with accepted counts sampled from the geometric distribution.
+    """Simulates requests round by round, with accepted counts of the geometric distribution.
 
     ``P(accepted = j) = α^j (1 - α)`` for ``j < K`` and ``α^K`` for ``j = K``; every round takes ``v
     + K·c``. A request that accepts little is slow, and the mean acceptance length does not show it.
@@ -199,22 +208,25 @@ def simulate(
         output_tokens: Tokens of each request, at least 2; the prefill gives the first.
         seed: Random seed.
     """
-    import numpy as np  # only this function needs it
+    # Only this function needs it.
+    import numpy as np
 
     cost = round_cost(num_draft_tokens, verify_cost=verify_cost, draft_cost=draft_cost)
     alphas = [kind.conditional_acceptance_rate for kind in traffic]
     shares = [kind.share for kind in traffic]
-    blended_tau(
-        shares, [tau_from_conditional_rate(alpha, num_draft_tokens) for alpha in alphas]
-    )  # checks both
+    # Raises if shares or rates are out of range.
+    blended_tau(shares, [tau_from_conditional_rate(alpha, num_draft_tokens) for alpha in alphas])
+
     generator = np.random.default_rng(seed)
     alpha = generator.choice(alphas, size=num_requests, p=shares)
-    written = np.zeros(num_requests, np.int64)  # after the token of the prefill
+    # Tokens after that of the prefill.
+    written = np.zeros(num_requests, np.int64)
     rounds = np.zeros(num_requests, np.int64)
     while (active := np.flatnonzero(written < output_tokens - 1)).size:
         is_accepted = generator.random((active.size, num_draft_tokens)) < alpha[active, None]
         written[active] += 1 + np.cumprod(is_accepted, axis=1).sum(axis=1)
         rounds[active] += 1
+
     per_token = rounds * cost / (output_tokens - 1)
     return Simulation(
         num_requests=num_requests,

@@ -1,4 +1,4 @@
-"""The inputs of every objective of a draft head: batches of texts, and arrays that are not trained."""
+"""The inputs of every objective of a draft head: batches, and arrays that are not trained."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from eagle3_jax.training.features import Features, Known
 from eagle3_jax.training.texts import Texts, buckets_of, padded
 from eagle3_jax.tree import causal_mask
 
-Loss = tuple[Float[Array, ""], dict[str, Float[Array, ""]]]  # a loss and its metrics
+# A loss and its metrics.
+Loss = tuple[Float[Array, ""], dict[str, Float[Array, ""]]]
 
 
 class TTTBatch(struct.PyTreeNode, kw_only=True):
@@ -32,9 +33,8 @@ class TTTBatch(struct.PyTreeNode, kw_only=True):
     loss_mask: Bool[Array, "B T"]
     #: Random key of objectives that add noise or sample rows; every batch has another.
     key: Key[Array, ""] | None = None
-    known: Known | None = (
-        None  #: The target's stored features and states; ``None``: the objective runs the target.
-    )
+    #: The target's stored features and states; ``None``: the objective runs the target.
+    known: Known | None = None
 
     @property
     def positions(self) -> Int[Array, "B T"]:
@@ -59,13 +59,12 @@ class Frozen(TypedDict):
 
     target_params: Params  #: Parameters of the target.
     embedding: Float[Array, "V D"]  #: The head's token embedding, usually the target's.
-    draft_to_target: (
-        Int[Array, " W"] | None
-    )  #: Target id of every draft id; ``None`` if these are the same.
+    #: Target id of every draft id; ``None`` if these are the same.
+    draft_to_target: Int[Array, " W"] | None
 
 
 def final_states(target: DecoderTarget, params: Params, batch: TTTBatch) -> Float[Array, "B T D"]:
-    """Returns the target's states after its final norm: those that the batch holds, or else those of a forward."""
+    """Returns the target's states after its final norm, from the batch or else from a forward."""
     if batch.known is None:
         return target(params, batch.tokens, batch.positions, batch.seen).final
     return jnp.asarray(batch.known.final, target.precision.activations)
@@ -76,11 +75,8 @@ def draft_ids(frozen: Frozen, vocab_size: int) -> Int[Array, " V"]:
     ids = frozen["draft_to_target"]
     if ids is None:
         return jnp.arange(vocab_size, dtype=jnp.int32)
-    return (
-        jnp.full((vocab_size,), -1, jnp.int32)
-        .at[ids]
-        .set(jnp.arange(ids.shape[0], dtype=jnp.int32))
-    )
+    none = jnp.full((vocab_size,), -1, jnp.int32)
+    return none.at[ids].set(jnp.arange(ids.shape[0], dtype=jnp.int32))
 
 
 def extend(x: Array, count: int, fill: Array | int | float = 0) -> Array:
@@ -128,10 +124,11 @@ def greedy_tau(steps: Iterable[tuple[Array, Bool[Array, "*n"]]]) -> Float[Array,
 def text_batches(
     texts: Texts, batch: int, seed: int, features: Features | None = None
 ) -> tuple[Callable[[int], TTTBatch], int]:
-    """Returns batches of texts as a function of the step only, so that an interrupted run continues with the same ones.
+    """Returns batches of texts as a function of the step only.
 
-    Each pass sees every text once. Texts of similar length share a batch. Batches have about as
-    many tokens, so those of shorter texts have more rows.
+    So an interrupted run continues with the same ones. Each pass sees every text once. Texts of
+    similar length share a batch. Batches have about as many tokens, so those of shorter texts have
+    more rows.
 
     Args:
         texts: The texts.
@@ -154,15 +151,15 @@ def text_batches(
     def orders(number: int) -> tuple[list[np.ndarray], np.ndarray]:
         """Returns the order of the texts of each bucket, and that of the chunks."""
         random = np.random.default_rng((seed, number))
-        return [random.permutation(bucket.texts) for bucket in buckets], random.permutation(
-            len(chunks)
-        )
+        orders_of_texts = [random.permutation(bucket.texts) for bucket in buckets]
+        return orders_of_texts, random.permutation(len(chunks))
 
     def batch_at(step: int) -> TTTBatch:
         number, index = divmod(step, len(chunks))
         order, order_of_chunks = orders(number)
         bucket, offset = chunks[order_of_chunks[index]]
         chosen = order[bucket][offset : offset + rows[bucket]]
+
         key = jax.random.fold_in(jax.random.key(seed), step)
         return batch_of(
             texts,
@@ -202,6 +199,7 @@ def batch_of(
         # The first token of an answer always comes from the target.
         entries = answer[1:-1] & answer[2:]
         learn[row, : len(entries)] = entries
+
     return TTTBatch(
         tokens=jnp.asarray(tokens),
         attention_mask=jnp.asarray(real),

@@ -1,4 +1,4 @@
-"""Training of block drafters: many blocks of a sequence in one pass, each after the features before its anchor.
+"""Training of block drafters: many blocks of a sequence in one pass.
 
 A block starts at an anchor ``x_a``, a random token of the text that the target wrote. Its inputs
 are those of drafting, mask tokens after the anchor. It attends to the features of ``x_0 ..
@@ -63,9 +63,9 @@ def block_loss(
     batch: TTTBatch,
     objective: BlockObjective,
 ) -> Loss:
-    """Returns the weighted sum of each term's mean over the supervised predictions; see :func:`.ttt_loss`.
+    """Returns the weighted sum of the means of the terms; see :func:`.ttt_loss`.
 
-    A batch without a ``key`` takes the first anchors.
+    The means are over the supervised predictions. Without a ``key`` the first anchors are taken.
 
     Returns:
         The loss; ``accuracy_k`` and ``acceptance_k`` of the prediction ``k + 1`` tokens after the
@@ -77,32 +77,39 @@ def block_loss(
     anchors, is_anchor = choose_anchors(batch, objective.num_anchors)
     logits, survival = run_blocks(drafter, target, head_params, frozen, features, batch, anchors)
 
-    at = anchors[:, :, None] + jnp.arange(count)  # the token before each prediction
+    # The token before each prediction.
+    at = anchors[:, :, None] + jnp.arange(count)
     label = Teacher(*(take(leaf, at) for leaf in teacher))
     real = extend(batch.attention_mask, count + 1)
     learn = extend(batch.loss_mask, count + 1)
     supervised = is_anchor[:, :, None] & take(learn, at - 1) & take(real, at)
+
     gamma = decay_of(drafter.config) if objective.decays else jnp.inf
     weight = jnp.exp(-jnp.arange(count, dtype=jnp.float32) / gamma)
-    mean = lambda values, mask=supervised: share(weight * values, mask)
+
+    def mean(values: Array, mask: Array = supervised) -> Array:
+        return share(weight * values, mask)
+
     p = label.full_probs
     log_q = jax.nn.log_softmax(logits)
     q = jnp.exp(log_q)
     overlap = jnp.minimum(p, q).sum(-1)
+
     loss = jnp.zeros((), jnp.float32)
     if objective.text:
         ids = draft_ids(frozen, target.vocab_size)[batch.tokens]
         word = take(extend(ids, count + 1, -1), at + 1)
         chosen = jnp.take_along_axis(log_q, jnp.maximum(word, 0)[..., None], axis=-1)[..., 0]
         loss += objective.text * mean(-chosen, supervised & (word >= 0) & take(real, at + 1))
+    # Of the tokens outside the draft vocabulary q has none, and p has 1 - mass.
     if objective.distance:
         loss += objective.distance * mean(jnp.abs(p - q).sum(-1) + 1 - label.mass)
     if objective.divergence:
         loss += objective.divergence * mean(_divergence(label.probs, logits, objective.temperature))
     if objective.confidence and survival is not None:
-        loss += objective.confidence * mean(
-            jax.nn.softplus(survival) - lax.stop_gradient(overlap) * survival
-        )
+        # BCE of a logit s and a label y: softplus(s) - y s.
+        entropy = jax.nn.softplus(survival) - lax.stop_gradient(overlap) * survival
+        loss += objective.confidence * mean(entropy)
 
     hit = jnp.argmax(logits, axis=-1) == label.best
     metrics = {f"accuracy_{k}": share(hit[..., k], supervised[..., k]) for k in range(count)}
@@ -112,12 +119,17 @@ def block_loss(
 
 
 def choose_anchors(batch: TTTBatch, count: int) -> tuple[Int[Array, "B A"], Bool[Array, "B A"]]:
-    """Returns up to ``count`` positions whose next token is worth learning, ascending, and a mask of real entries."""
+    """Returns up to ``count`` ascending positions whose next token is worth learning.
+
+    The second result is a mask of the real entries.
+    """
     size = batch.tokens.shape[1]
     allowed = batch.learns_next
     order = -jnp.arange(size, dtype=jnp.float32)
     if batch.key is not None:
         order = jax.random.uniform(batch.key, batch.tokens.shape)
+
+    # Entries that are not allowed go past the end, so that sorting moves them behind the others.
     _, chosen = lax.top_k(jnp.where(allowed, order, -jnp.inf), min(count, size))
     chosen = jnp.sort(jnp.where(jnp.take_along_axis(allowed, chosen, axis=1), chosen, size), axis=1)
     return jnp.minimum(chosen, size - 1), chosen < size
@@ -132,7 +144,10 @@ def run_blocks(
     batch: TTTBatch,
     anchors: Int[Array, "B A"],
 ) -> tuple[Float[Array, "B A K W"], Float[Array, "B A K"] | None]:
-    """Returns the logits (with the bias, if any) and the confidence logits of all blocks, by the tokens of the text."""
+    """Returns the logits and the confidence logits of all blocks, after the tokens of the text.
+
+    The logits have the bias of the Markov head, if there is one.
+    """
     config = drafter.config
     count = drafter.config.num_predicted
     rows = config.block_size
@@ -161,10 +176,12 @@ def run_blocks(
     if config.markov is not None:
         state = jnp.zeros((batch_size, num, config.markov.rank), hidden.dtype)
         bias = []
+        # The bias of a token depends on the token before it and, through the state, on all before.
         for k in range(count):
             step, state = head.markov(previous[:, :, k], hidden[:, :, k], state)
             bias.append(step)
         logits = logits + jnp.stack(bias, axis=2)
+
     survival = None
     if config.confidence is not None:
         survival = jax.vmap(head.survival, (2, 2), 2)(hidden, previous)
@@ -172,7 +189,7 @@ def run_blocks(
 
 
 def same_block(num: int, config: DFlashConfig) -> Bool[Array, "1 R R"]:
-    """Returns the attention mask of ``num`` concatenated blocks. Rows attend to their block, causally if configured."""
+    """Returns the attention mask of ``num`` blocks: rows attend to their own block only."""
     row = jnp.arange(num * config.block_size)
     block = row // config.block_size
     mask = block[:, None] == block[None, :]

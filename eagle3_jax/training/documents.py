@@ -2,7 +2,7 @@
 
 Each line of a JSONL file is one document, in one of three forms::
 
-    {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]}
+    {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}
     {"prompt": "def f(x):", "completion": " return x"}
     {"text": "Once upon a time"}
 
@@ -81,6 +81,7 @@ class Document:
             tokens = tokens + self._continuation(
                 self.fields["prompt"], tokens, self.fields["completion"]
             )
+
         stops = self.target.stop_tokens
         if stops and not {*tokens[-1:]} & {*stops}:
             tokens = [*tokens, stops[0]]
@@ -95,10 +96,13 @@ class Document:
                 continue
             context = self._rendered(messages[:number])
             context_tokens = self._encode(context)
+
+            # The template changed the turns before, so this answer begins another text.
             if context_tokens[: len(tokens)] != tokens:
                 yield Text(tokens, learn, self.hash)
                 tokens = []
                 learn = []
+
             answer = self._answer(self._turn(messages[: number + 1], context), message["content"])
             answer_tokens = self._continuation(context, context_tokens, answer)
             learn = (
@@ -108,10 +112,14 @@ class Document:
         yield Text(tokens, learn, self.hash)
 
     def _turn(self, messages: Messages, context: str) -> str:
-        """Returns the last turn, rendered after its context; empty if the template leaves its content out."""
+        """Returns the last turn, rendered after its context.
+
+        It is empty if the template leaves its content out.
+        """
         conversation = self._rendered(messages, answered=True)
         if conversation.startswith(context):
             return conversation.removeprefix(context)
+
         # The template changes the turns before. This turn is still the last, unless its opening has
         # changed as well: the template of DeepSeek R1 opens reasoning, and drops the reasoning of a
         # turn that is over.
@@ -121,9 +129,14 @@ class Document:
         return conversation[start:] if follows else ""
 
     def _answer(self, turn: str, content: str) -> str:
-        """Returns the part of a rendered turn that the target writes: up to the first stop token after the content."""
+        """Returns the part of a rendered turn that the target writes.
+
+        It ends with the first stop token after the content.
+        """
+        # Many templates strip the content.
         written = content if content in turn else content.strip()
         end = turn.find(written) + len(written) if written in turn else 0
+
         stops = [
             self.tokenizer.decode([token], skip_special_tokens=False)
             for token in self.target.stop_tokens
@@ -154,17 +167,19 @@ class Document:
         roles = [message["role"] for message in messages]
         if "user" not in roles:
             raise ValueError(f"{self.where}the conversation has no turn of the user; give one")
+        # The prompt ends before the first answer to the user.
         question = roles.index("user")
         end = roles.index("assistant", question) if "assistant" in roles[question:] else len(roles)
         return self._encode(self._rendered(messages[:end]))
 
     def _rendered(self, messages: Messages, *, answered: bool = False) -> str:
-        """Returns the text of a conversation, up to the beginning of an answer or, if it is answered, up to its end."""
+        """Returns the text of a conversation up to the beginning of an answer, or ``answered``."""
         if self.target.chat_template is None:
             raise ValueError(
                 f"{self.where}{self.target.name} has no chat template; give 'prompt' and"
                 " 'completion', or 'text'"
             )
+
         try:
             return self.target.chat_template.render(messages, add_generation_prompt=not answered)
         except ValueError as error:
@@ -243,6 +258,8 @@ def read_prompts_to_answer(
     """
     if opening < 1:
         raise ValueError(f"opening is {opening}; expected at least 1 token")
+
+    # By tokens, the hash of the document.
     prompts: dict[tuple[int, ...], int] = {}
     for document in _documents(paths, target, length, dropped):
         for prompt in document.prompts(length, opening):
@@ -254,6 +271,7 @@ def read_prompts_to_answer(
                 dropped["duplicate"] += 1
             else:
                 prompts[prompt] = document.hash
+
     if not prompts:
         raise _nothing_left(dropped)
     return [(list(tokens), number) for tokens, number in prompts.items()]
@@ -269,6 +287,7 @@ def _documents(
         raise ValueError(
             f"{target.name} has no tokenizer, which documents need; give a target with one"
         )
+
     documents: dict[int, Document] = {}
     for path in paths:
         for row in read_rows(path, _FORM):
@@ -282,10 +301,11 @@ def _documents(
 
 
 def _checked_fields(row: JsonRow) -> dict[str, Any]:
-    """Returns the fields of a line without labels; raises ``ValueError`` if they have none of the forms."""
+    """Returns the fields of a line without labels; raises ``ValueError`` if they have no form."""
     fields = {name: value for name, value in row.values.items() if name not in _LABELS}
     if set(fields) not in _FORMS:
         raise ValueError(f"{row.where}the fields are {shown(list(fields))}; expected {_FORM}")
+
     for name, value in fields.items():
         if name == "messages":
             try:
@@ -304,7 +324,7 @@ def _hash_of(fields: Mapping[str, Any], where: str) -> int:
     except UnicodeEncodeError as error:
         character = canonical[error.start]
         raise ValueError(
-            f"{where}{character!r} is no character of UTF-8 by itself; give text in UTF-8"
+            f"{where}{character!r} is not a character of UTF-8 by itself; give text in UTF-8"
         ) from None
 
 
@@ -313,18 +333,12 @@ def _texts(documents: list[Document], length: int, dropped: Counter[str]) -> Ite
     empty = True
     for document in documents:
         for text in document.texts():
-            # A piece of one token is left out: no token before it predicts it.
-            starts = (
-                range(0, max(len(text.tokens) - 1, 1), length)
-                if "text" in document.fields
-                else (0,)
-            )
-            for start in starts:
-                piece = Text(
-                    text.tokens[start : start + length],
-                    text.learn[start : start + length],
-                    text.document,
-                )
+            # Only a `text` continues in further pieces. A piece of one token is left out: no token
+            # before it predicts it.
+            end = max(len(text.tokens) - 1, 1) if "text" in document.fields else 1
+            for start in range(0, end, length):
+                part = slice(start, start + length)
+                piece = Text(text.tokens[part], text.learn[part], text.document)
                 if any(piece.learn[1:]):
                     empty = False
                     yield piece

@@ -1,4 +1,4 @@
-"""Training of an EAGLE-1 head (Li et al., 2024, arXiv 2401.15077, section 3.2), and HASS's steps beyond the first.
+"""Training of an EAGLE-1 head (Li et al., 2024, arXiv 2401.15077, section 3.2), and HASS.
 
 The head regresses the target's next final state, and learns the distribution that the target
 computes from it::
@@ -48,9 +48,9 @@ def eagle1_loss(
     batch: TTTBatch,
     num_steps: int = 1,
 ) -> Loss:
-    """Returns the mean over supervised rows, summed over ``num_steps`` (1 in the paper); see :func:`.ttt_loss`.
+    """Returns the mean over supervised rows, summed over steps; see :func:`.ttt_loss`.
 
-    A batch without a ``key`` has no noise.
+    The paper has one step. A batch without a ``key`` has no noise.
 
     Returns:
         The loss and the metrics of :func:`.ttt_loss`, whose ``loss_k`` is the cross-entropy; and
@@ -61,21 +61,23 @@ def eagle1_loss(
     output = borrowed_output(drafter, target, frozen)
     params = {"head": head_params, "embedding": frozen["embedding"], "output": output}
     head = drafter.bind(params)
+
     inputs = states
     if batch.key is not None:
         inputs = states + jax.random.uniform(batch.key, states.shape, states.dtype, -NOISE, NOISE)
+
     predictions = unroll_head(drafter, params, inputs, batch, num_steps)
     logits = [drafter.logits(params, head, prediction) for prediction in predictions]
     config = TTTConfig(num_steps=num_steps, decay=1.0, denominator="supervised")
     cross_entropy, metrics = loss_and_metrics(teacher, logits, batch, config)
+
     regression = jnp.zeros((), jnp.float32)
     for step, prediction in enumerate(predictions):
         # No state follows the last one: rows without a label are left out, here as in the
         # cross-entropy.
         label = jnp.roll(states[:, :, 0], -step - 1, axis=1)
-        distance = optax.huber_loss(prediction.astype(jnp.float32), label.astype(jnp.float32)).mean(
-            axis=-1
-        )
+        difference = optax.huber_loss(prediction.astype(jnp.float32), label.astype(jnp.float32))
+        distance = difference.mean(axis=-1)
         metrics[f"regression_{step}"] = share(distance, labelled_rows(batch, step))
         regression = regression + metrics[f"regression_{step}"]
     return REGRESSION * regression + CROSS_ENTROPY * cross_entropy, metrics

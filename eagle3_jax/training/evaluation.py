@@ -45,7 +45,9 @@ class Evaluation:
     def in_one_pass(
         self, params: Params, most: int = 64, batch: int = 8
     ) -> dict[str, float] | None:
-        """Returns tokens per round and acceptance by depth, read off the texts (:mod:`eagle3_jax.training.rounds`).
+        """Returns tokens per round and acceptance by depth, read off the texts.
+
+        :mod:`eagle3_jax.training.rounds` says how.
 
         Args:
             params: Parameters of the head.
@@ -54,10 +56,11 @@ class Evaluation:
 
         Returns:
             ``tau``, the number of ``rounds``, and ``accepted_k``: the share of rounds that accept
-            the ``k``-th draft, from 0. ``None`` for methods whose drafts are no unrolled chain.
+            the ``k``-th draft, from 0. ``None`` for methods whose drafts are not an unrolled chain.
         """
         if not isinstance(self.drafter, Eagle3Drafter):
             return None
+
         accepted: list[int] = []
         length = self.texts.length[:most]
         for bucket in buckets_of(length):
@@ -67,10 +70,12 @@ class Evaluation:
                     self.texts, chosen, length=bucket.length, count=batch, features=self.features
                 )
                 hits = np.asarray(self._hits(params, self.frozen, rows))
+
                 for row, index in enumerate(chosen):
                     answer = np.flatnonzero(self.texts.learn[self.texts.span(index)])
                     for first, end in _runs(answer):
                         accepted += accepted_in_rounds(hits[row], first, end)
+
         if not accepted:
             return None
         reached = {
@@ -79,7 +84,7 @@ class Evaluation:
         return {"tau": 1.0 + float(np.mean(accepted)), "rounds": len(accepted), **reached}
 
     def by_decoding(self, params: Params, most: int = 8, max_new_tokens: int = 64) -> float:
-        """Returns the mean tokens per round of the decoder, which answers the prompts of held-out texts greedily.
+        """Returns the mean tokens per round of greedy answers to held-out prompts.
 
         Args:
             params: Parameters of the head.
@@ -91,6 +96,7 @@ class Evaluation:
             span = self.texts.span(index)
             first = int(np.argmax(self.texts.learn[span]))
             prompts.append(self.texts.tokens[span][: max(first, 1)].tolist())
+
         drafter: Any = self.drafter
         if isinstance(self.drafter, NetworkDrafter):
             tables = self.target.model.tables(self.frozen["target_params"])  # type: ignore[attr-defined]

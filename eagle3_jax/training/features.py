@@ -1,4 +1,4 @@
-"""The target's features and states at every token of the texts, computed once and read in every pass of training.
+"""The target's features and states at every token of the texts, computed once.
 
 A head reads features of the target and learns its distributions. Both are the same in every pass,
 so they are stored. A token takes ``2 (A + 1) D + 8`` bytes for ``A`` layers of width ``D`` (4.6 KB
@@ -26,7 +26,8 @@ from eagle3_jax.models.functional import Params
 from eagle3_jax.training.texts import Texts, buckets_of, padded
 from eagle3_jax.tree import causal_mask
 
-TEXTS_OF_A_PART = 256  # about 60,000 tokens: minutes of work that an interruption loses
+# About 60,000 tokens: minutes of work that an interruption loses.
+TEXTS_OF_A_PART = 256
 _TOKENS_AT_ONCE = 2048
 
 
@@ -47,7 +48,10 @@ class Known(struct.PyTreeNode, kw_only=True):
 
 
 def _record(num_layers: int, width: int) -> np.dtype:
-    """Returns the type of one token's record. Integers hold bfloat16, for which files of NumPy have no name."""
+    """Returns the type of one token's record.
+
+    Integers hold bfloat16, for which files of NumPy have no name.
+    """
     return np.dtype(
         [
             ("features", np.uint16, (num_layers, width)),
@@ -86,6 +90,7 @@ class Features:
             begin = start[index] - start[index - first]
             size = int(self.texts.length[index])
             rows[row, :size] = self.parts[part][begin : begin + size]
+
         return Known(
             features=jnp.asarray(rows["features"].view(jnp.bfloat16)),
             final=jnp.asarray(rows["final"].view(jnp.bfloat16)),
@@ -118,11 +123,13 @@ def stored_features(
     paths = [directory / f"{number:05}.npy" for number in range(len(firsts))]
     missing = [number for number, path in enumerate(paths) if not path.exists()]
     check_free(directory, sum(sizes[number] for number in missing) * record.itemsize)
+
     for number in missing:
         part = range(firsts[number], min(firsts[number] + TEXTS_OF_A_PART, len(texts)))
         with whole_file(paths[number]) as partial, open(partial, "wb") as file:
             np.save(file, _compute_part(target, texts, part, aux_layers, record))
         yield None
+
     parts = [_open_part(path, record, size) for path, size in zip(paths, sizes, strict=True)]
     yield Features(texts, tuple(parts))
 
@@ -152,7 +159,10 @@ def _forward(
         params, tokens, jnp.broadcast_to(index, tokens.shape), seen, aux_layers=aux_layers
     )
     logits = model.unembed(params, output.final)
-    bits = lambda states: lax.bitcast_convert_type(states.astype(jnp.bfloat16), jnp.uint16)
+
+    def bits(states: Array) -> Array:
+        return lax.bitcast_convert_type(states.astype(jnp.bfloat16), jnp.uint16)
+
     return {
         "features": bits(output.features),
         "final": bits(output.final),
@@ -167,9 +177,9 @@ def _compute_part(
     """Returns the records of the texts of a part, one after the other."""
     begin = texts.start[part.start]
     records = np.zeros(texts.length[part.start : part.stop].sum(), record)
-    for bucket in buckets_of(
-        texts.length
-    ):  # those of all texts, so that all parts share their programs
+
+    # The buckets of all texts, so that all parts share their programs.
+    for bucket in buckets_of(texts.length):
         count = max(1, _TOKENS_AT_ONCE // bucket.length)
         in_part = bucket.texts[(bucket.texts >= part.start) & (bucket.texts < part.stop)]
         for offset in range(0, len(in_part), count):
@@ -180,6 +190,7 @@ def _compute_part(
                 target.model, target.params, jnp.asarray(tokens), length, aux_layers=aux_layers
             )
             values = jax.device_get(output)
+
             for row, index in enumerate(rows):
                 size = int(texts.length[index])
                 first = texts.start[index] - begin

@@ -28,7 +28,10 @@ class Phase(NamedTuple):
 def next_token_loss(
     target: DecoderTarget, params: Params, tokens: Int[Array, "B T"]
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """Returns the mean cross-entropy of each token given those before it, in nats, and the share of argmax hits."""
+    """Returns the mean cross-entropy of tokens given those before them, and the share of hits.
+
+    The cross-entropy is in nats. A hit is a token that is the likeliest one.
+    """
     labels = tokens[:, 1:]
     tokens = tokens[:, :-1]
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
@@ -47,7 +50,8 @@ def random_windows(
     order, so that no text is seen twice before all has been seen once.
     """
     for phase in phases:
-        if 2 * phase.length + 1 > len(data):  # the offset costs up to one window
+        # The offset costs up to one window.
+        if 2 * phase.length + 1 > len(data):
             raise ValueError(
                 f"the data holds {len(data)} tokens; windows of {phase.length} need at least"
                 f" {2 * phase.length + 1}"
@@ -61,6 +65,8 @@ def _windows_at(
     phase = next(phase for phase in phases if step < phase.until_step)
     start = max((earlier.until_step for earlier in phases if earlier.until_step <= step), default=0)
     tiles = (len(data) - 1) // phase.length - 1
+
+    # Rows are counted from the start of the phase; each pass over the tiles has its own order.
     rows = np.arange(phase.batch) + (step - start) * phase.batch
     starts = np.empty(phase.batch, np.int64)
     for passed in np.unique(rows // tiles):
@@ -69,5 +75,6 @@ def _windows_at(
         order = rng.permutation(tiles)
         in_pass = rows // tiles == passed
         starts[in_pass] = offset + phase.length * order[rows[in_pass] % tiles]
+
     windows = starts[:, None] + np.arange(phase.length + 1)[None, :]
     return jax.device_put(data[windows].astype(np.int32))

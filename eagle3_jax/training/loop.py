@@ -1,4 +1,4 @@
-"""The training loop shared by targets and draft heads: an optax step, orbax checkpoints, exact resume."""
+"""The training loop of targets and draft heads: optax steps, orbax checkpoints, exact resume."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class NotFinite(ValueError):
 class TrainState(struct.PyTreeNode, kw_only=True):
     """Everything that a resumed run needs."""
 
-    #: Optimiser steps taken.
-    step: Any  # an array, or its shape and type while a checkpoint is restored
+    #: Optimiser steps taken: an array, or its shape and type while a checkpoint is restored.
+    step: Any
     params: Params  #: The parameters that are trained.
     opt_state: Any  #: The optimiser's state.
 
@@ -61,9 +61,11 @@ class OptimizerConfig:
                 f"{self.warmup_steps} warm-up steps of {self.num_steps} steps; expected fewer, so"
                 " that some are left"
             )
+
         for name in ("learning_rate", "embedding_learning_rate", "clip_norm"):
             value = getattr(self, name)
-            if value is not None and not 1e-30 < value < 1e6:  # NaN is neither
+            # NaN compares false, so it is refused too.
+            if value is not None and not 1e-30 < value < 1e6:
                 raise ValueError(f"{name} is {value}; expected a positive number below 1e6")
         if not 0 <= self.weight_decay < 1e6:
             raise ValueError(
@@ -72,9 +74,13 @@ class OptimizerConfig:
 
     def build(self) -> optax.GradientTransformation:
         """Returns the optimiser."""
-        schedule = lambda peak: optax.warmup_cosine_decay_schedule(
-            0.0, peak, self.warmup_steps, self.num_steps
+        schedule = functools.partial(
+            optax.warmup_cosine_decay_schedule,
+            0.0,
+            warmup_steps=self.warmup_steps,
+            decay_steps=self.num_steps,
         )
+
         if self.method == "adamw":
             update = optax.adamw(
                 schedule(self.learning_rate), b1=0.9, b2=0.95, weight_decay=self.weight_decay
@@ -84,7 +90,7 @@ class OptimizerConfig:
                 schedule(self.learning_rate),
                 weight_decay=self.weight_decay,
                 adam_learning_rate=schedule(self.embedding_learning_rate or self.learning_rate),
-                # updates as large as AdamW's, so one learning rate serves both (Liu et al., 2025)
+                # Updates as large as AdamW's, so one learning rate serves both (Liu et al., 2025).
                 consistent_rms=0.2,
                 muon_weight_dimension_numbers=_hidden_matrices,  # type: ignore[arg-type]
             )
@@ -115,7 +121,13 @@ class Trainer:
     """Runs an objective; resuming from a checkpoint continues with bit-identical losses."""
 
     def __init__(self, loss_fn: LossFn, optimizer: OptimizerConfig, directory: Path | None = None):
-        """Prepares the step. ``loss_fn(params, batch)`` returns a loss and metrics; checkpoints need a directory."""
+        """Prepares the step.
+
+        Args:
+            loss_fn: Returns a loss and metrics, from the parameters and a batch.
+            optimizer: The optimiser.
+            directory: Directory of the checkpoints; ``None``: none are written.
+        """
         self._optimizer = optimizer.build()
         self._checkpoints = None
         if directory is not None:
@@ -125,6 +137,7 @@ class Trainer:
             self._remove_halves()
             options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
             self._checkpoints = ocp.CheckpointManager(self._directory, options=options)
+
         self._step = jax.jit(functools.partial(_take_step, loss_fn, self._optimizer))
 
     def start(self, params: Params) -> TrainState:
@@ -135,6 +148,7 @@ class Trainer:
         fresh = TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=opt_state)
         if self._checkpoints is None or self._checkpoints.latest_step() is None:
             return fresh
+
         step = self._checkpoints.latest_step()
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, fresh)
         try:
@@ -142,7 +156,7 @@ class Trainer:
                 restored: Any = self._checkpoints.restore(
                     step, args=ocp.args.StandardRestore(abstract)
                 )
-        # Orbax and TensorStore report damage and other shapes by many types of exceptions
+        # Orbax and TensorStore report damage and other shapes by many types of exceptions.
         except Exception as error:
             reason = " ".join(str(error).split())[:160]
             raise ValueError(
@@ -169,6 +183,7 @@ class Trainer:
         """
         for step in range(int(state.step), num_steps):
             after, metrics = self._step(state, batch_at(step))
+
             values = {name: float(value) for name, value in metrics.items()}
             if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
                 raise NotFinite(
@@ -176,20 +191,17 @@ class Trainer:
                     f" gradient {values['grad_norm']:.3g}; {self._last_checkpoint()}. Lower the"
                     " learning rate"
                 )
+
             state = after
-            if self._checkpoints is not None and (
-                (step + 1) % save_every == 0 or step + 1 == num_steps
-            ):
+            if (step + 1) % save_every == 0 or step + 1 == num_steps:
                 self.save(state)
             yield state, values
 
     def _last_checkpoint(self) -> str:
         step = None if self._checkpoints is None else self._checkpoints.latest_step()
-        return (
-            "there is no checkpoint"
-            if step is None
-            else f"the last checkpoint is {self._directory / str(step)}"
-        )
+        if step is None:
+            return "there is no checkpoint"
+        return f"the last checkpoint is {self._directory / str(step)}"
 
     def save(self, state: TrainState) -> None:
         """Writes a checkpoint; it appears under its name only when complete.

@@ -1,4 +1,4 @@
-"""The recipe of every method that can be trained for a target; :mod:`eagle3_jax.training.loop` runs all of them."""
+"""The recipe of every method that can be trained; :mod:`eagle3_jax.training.loop` runs them."""
 
 from __future__ import annotations
 
@@ -58,9 +58,8 @@ class HeadOptions:
     width: int | None = None  #: Width of its residual stream.
     mlp_width: int | None = None  #: Inner width of its MLPs.
     draft_vocab_size: int | None = None  #: ``W``, number of the target's tokens that it can draft.
-    noise: float | None = (
-        None  #: Size of the noise on its features; see :class:`~eagle3_jax.training.ttt.TTTConfig`.
-    )
+    #: Size of the noise on its features; see :class:`~eagle3_jax.training.ttt.TTTConfig`.
+    noise: float | None = None
 
 
 # First parameters
@@ -69,7 +68,7 @@ class HeadOptions:
 def initial_head(
     drafter: Any, target: LoadedTarget, draft_to_target: DraftVocabulary, key: jax.Array
 ) -> Params:
-    """Returns random parameters, except for a final norm and an output projection, which are copies of the target's."""
+    """Returns random parameters, with the target's final norm and output projection if any."""
     params = drafter.init_params(key)
     if "norm" in params:
         scale = jnp.asarray(target.params["norm"]["scale"], jnp.float32)
@@ -83,8 +82,9 @@ def initial_head(
 def _from_last_layer(
     drafter: Eagle3Drafter, target: LoadedTarget, draft_to_target: DraftVocabulary, key: jax.Array
 ) -> Params:
-    """Returns an EAGLE-3 head whose layer starts as the target's last one, reading the highest feature.
+    """Returns an EAGLE-3 head whose layer starts as the target's last one.
 
+    The layer reads the highest feature.
     The half of its attention that reads the embedding is random, and so is every parameter of
     another shape. A random layer needs more steps: after 45 steps on 15,000 answer tokens of
     SmolLM2 0.15 of the first drafts were accepted on held-out texts, and 0.18 with this start
@@ -95,6 +95,7 @@ def _from_last_layer(
     last_config = config.layers[-1]
     if last_config.norms != "before" or config.norm_kind not in ("plain", "float32"):
         return params
+
     last = target.params["blocks"][config.num_layers - 1]
 
     def start(path: tuple[Any, ...], fresh: jax.Array) -> jax.Array:
@@ -105,9 +106,8 @@ def _from_last_layer(
         shape = getattr(source, "shape", ())
         if shape == fresh.shape:
             return jnp.asarray(source, jnp.float32)
-        if (
-            shape and (2 * shape[0], *shape[1:]) == fresh.shape
-        ):  # queries, keys and values read the embedding first
+        # Queries, keys and values read the embedding first.
+        if shape and (2 * shape[0], *shape[1:]) == fresh.shape:
             return fresh.at[shape[0] :].set(source)
         return fresh
 
@@ -127,7 +127,7 @@ def _unembedding(target: LoadedTarget, draft_to_target: DraftVocabulary) -> jax.
 def _copied_heads(
     drafter: MedusaDrafter, target: LoadedTarget, draft_to_target: DraftVocabulary, key: jax.Array
 ) -> Params:
-    """Returns Medusa heads with the target's logits: zero blocks and copies of its output matrix."""
+    """Returns Medusa heads with the target's logits: zero blocks, copies of its output matrix."""
     del key
     kernel = _unembedding(target, draft_to_target)
     zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), drafter.param_shapes())
@@ -155,7 +155,9 @@ def _first_layers(
 def official_head(
     target: DecoderConfig, draft_vocab_size: int, mlp_width: int | None = None
 ) -> Eagle3Config:
-    """Returns the usual EAGLE-3 head with ``W`` draft tokens; the default inner width of its SwiGLU is the target's.
+    """Returns the usual EAGLE-3 head with ``W`` draft tokens.
+
+    The default inner width of its SwiGLU is the target's.
 
     Raises:
         ValueError: The official layout cannot hold it (explicit head size), or the target has fewer
@@ -184,10 +186,11 @@ def _on_final_state(kind: Callable[..., Any], target: DecoderConfig, options: He
 
 
 def _p_eagle(target: DecoderConfig, options: HeadOptions) -> PEagleConfig:
-    """Returns the usual head with four layers, as in the paper. The mask token is the last id, which is rare."""
+    """Returns the usual head with four layers, as in the paper."""
     size = options.draft_vocab_size or target.vocab_size
     head = usual_head(target, draft_vocab_size=size, mlp_width=options.mlp_width)
     fields: dict[str, Any] = {**vars(head), "layers": head.layers * (options.num_layers or 4)}
+    # The last token of a vocabulary is the rarest.
     return PEagleConfig(**fields, mask_token_id=target.vocab_size - 1)
 
 
@@ -210,7 +213,9 @@ def _medusa(target: DecoderConfig, options: HeadOptions) -> MedusaConfig:
 
 
 def _block(target: DecoderConfig, options: HeadOptions, **kind: Any) -> DFlashConfig:
-    """Returns five layers of the target's geometry in Qwen3's style over five of its layers, as published.
+    """Returns five layers of the target's geometry in Qwen3's style, as published.
+
+    They read five of its layers.
 
     Args:
         target: Configuration of the target.
@@ -220,6 +225,7 @@ def _block(target: DecoderConfig, options: HeadOptions, **kind: Any) -> DFlashCo
     layer = usual_layers(target, options.mlp_width)[0]
     size = options.draft_vocab_size or target.vocab_size
     mixer = dataclasses.replace(grouped(layer), rope=RopeConfig(theta=1e6), qk_norm=True)
+
     return DFlashConfig(
         vocab_size=target.vocab_size,
         width=target.width,
@@ -243,17 +249,19 @@ def _spark(target: DecoderConfig, options: HeadOptions) -> DFlashConfig:
 
 
 def spread_layers(num_layers: int) -> tuple[int, ...]:
-    """Returns five layers from the second to the fourth last, as in published heads; fewer of a shallow target.
+    """Returns five layers from the second to the fourth last, as in published heads.
 
-    These are z-lab's ``round(1 + i (L - 4) / 4)`` plus 1, because a layer's output enters the next
-    one.
+    A shallow target has fewer. These are z-lab's ``round(1 + i (L - 4) / 4)`` plus 1, because a
+    layer's output enters the next one.
     """
     outputs = [round(1 + i * (num_layers - 4) / 4) for i in range(5)]
     return tuple(sorted({min(max(output, 0), num_layers - 1) + 1 for output in outputs}))
 
 
 def small_model(target: DecoderConfig, options: HeadOptions) -> DecoderConfig:
-    """Returns a draft model of the target's family: by default a quarter of its layers and half its width.
+    """Returns a draft model of the target's family.
+
+    By default it has a quarter of the target's layers and half its width.
 
     Raises:
         ValueError: It is larger than the target.
@@ -265,6 +273,7 @@ def small_model(target: DecoderConfig, options: HeadOptions) -> DecoderConfig:
             f"a draft model of {count} layers and width {width} is larger than its target of"
             f" {target.num_layers} and {target.width}; lower them"
         )
+
     share = fractions.Fraction(width, target.width)
     layers = tuple(
         _smaller_layer(layer, share, options.mlp_width) for layer in target.layers[:count]
@@ -278,13 +287,12 @@ def _smaller_layer(
     """Returns a layer with a share of the heads and of the MLP's width, or with ``mlp_width``."""
     mixer = grouped(layer)
     heads = max(1, int(mixer.num_heads * share))
-    mixer = dataclasses.replace(
-        mixer, num_heads=heads, num_kv_heads=math.gcd(heads, mixer.num_kv_heads)
-    )
+    kv_heads = math.gcd(heads, mixer.num_kv_heads)
+    mixer = dataclasses.replace(mixer, num_heads=heads, num_kv_heads=kv_heads)
+
     inner = mlp_width or max(1, int(gated(layer).width * share))
-    return dataclasses.replace(
-        layer, mixer=mixer, mlp=dataclasses.replace(gated(layer), width=inner)
-    )
+    mlp = dataclasses.replace(gated(layer), width=inner)
+    return dataclasses.replace(layer, mixer=mixer, mlp=mlp)
 
 
 def _draft_model(config: DecoderConfig, *, precision: Precision = FLOAT32) -> DraftModel:
@@ -312,9 +320,8 @@ class Recipe(NamedTuple):
     #: The first parameters, from the drafter, the target, the draft vocabulary (``None`` for all)
     #: and a key.
     start: Callable[[Any, LoadedTarget, DraftVocabulary, jax.Array], Params] = initial_head
-    depths: str = (
-        "5"  #: Default phases ``UNTIL:DEPTH,...``, in the form of ``eagle3 train head --unroll``.
-    )
+    #: Default phases ``UNTIL:DEPTH,...``, in the form of ``eagle3 train head --unroll``.
+    depths: str = "5"
     reduced: bool = False  #: Whether the default draft vocabulary is a part of the target's.
 
     def draft_vocab_size(self, vocab_size: int) -> int | None:

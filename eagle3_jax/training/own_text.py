@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from eagle3_jax.chat.conversation import apply_chat_template
 from eagle3_jax.decode import LoadedTarget, SpeculativeDecoder
 from eagle3_jax.engine.engine import Engine, ended
 from eagle3_jax.prompts.request import Request
@@ -26,7 +27,8 @@ from eagle3_jax.training.texts import Text, document_hash
 from eagle3_jax.types import SamplingMode
 
 _SENTINEL = "The text of the user"
-_SHORTEST_TURN = 4  # tokens
+# Tokens.
+_SHORTEST_TURN = 4
 # An answer loops if its last tokens have few distinct runs of four tokens; 64 tokens have up to 61.
 _LOOP_TOKENS = 64
 _LOOP_RUN = 4
@@ -65,7 +67,7 @@ class OwnTextConfig:
 
 
 def around_user(target: LoadedTarget) -> tuple[list[int], int]:
-    """Returns the token ids of a conversation before the user's text, and the token that ends this text.
+    """Returns the token ids before a user's text, and the token that ends this text.
 
     Args:
         target: A target with a chat template and a tokenizer.
@@ -74,7 +76,8 @@ def around_user(target: LoadedTarget) -> tuple[list[int], int]:
         ValueError: The target lacks one of them, or the template does not contain the user's text.
     """
     messages = [{"role": "user", "content": _SENTINEL}]
-    target.apply_chat_template(messages)  # raises if the target lacks a tokenizer or a template
+    # Raises if the target lacks a tokenizer or a template.
+    apply_chat_template(target, messages)
     assert target.chat_template is not None and target.tokenizer is not None
     before, _, after = target.chat_template.render(messages).partition(_SENTINEL)
     if not before or not after or _SENTINEL in after:
@@ -83,13 +86,14 @@ def around_user(target: LoadedTarget) -> tuple[list[int], int]:
             " something before and after it, so the model cannot write this text; use"
             " conversations from a file"
         )
+
     prefix, suffix = target.tokenizer.encode_batch([before, after], add_special_tokens=False)
     end = suffix.ids[0]
     if end not in target.stop_tokens and end not in target.tokenizer.get_added_tokens_decoder():
         raise ValueError(
             f"the chat template of {target.name} ends a user's text by {suffix.tokens[0]!r}, which"
-            " is no special token, so the model cannot tell where its text ends; use conversations"
-            " from a file"
+            " is not a special token, so the model cannot tell where its text ends; use"
+            " conversations from a file"
         )
     return prefix.ids, end
 
@@ -104,10 +108,11 @@ class _Plan(NamedTuple):
 
 
 class Conversations:
-    """Conversations that a target writes: an iterable of :class:`Text`, in the order in which they end.
+    """Conversations that a target writes: an iterable of :class:`Text`.
 
-    A text has the token ids of ``apply_chat_template`` for the user's turn and then those of the
-    answer, stop token included. The answer is learnt. The document is the user's turn.
+    They come in the order in which they end. A text has the token ids of ``apply_chat_template``
+    for the user's turn and then those of the answer, stop token included. The answer is learnt. The
+    document is the user's turn.
 
     Conversation ``i`` depends on ``i`` and the seed only, so parts of a larger set can be written
     in any order. Only whether a turn is a duplicate depends on the other conversations of the same
@@ -150,10 +155,12 @@ class Conversations:
         self._target = target
         self._config = config
         self._numbers = range(first, first + count)
+
         self._prefix, end = around_user(target)
         self._stop_tokens = (*target.stop_tokens, end)
         assert target.tokenizer is not None
         self._tokenizer = target.tokenizer
+
         self._openings = [
             self._tokenizer.encode(text, add_special_tokens=False).ids for text in config.openings
         ]
@@ -163,6 +170,7 @@ class Conversations:
                     f"the opening {text!r:.60} has {len(opening)} tokens; expected fewer than the"
                     f" {config.user_length} of user_length"
                 )
+
         needed = len(self._prefix) + config.user_length + 1
         if config.length < needed:
             raise ValueError(
@@ -175,26 +183,28 @@ class Conversations:
         self.dropped.clear()
         engine = _engine(self._target, self._config, self._stop_tokens)
         numbers = iter(self._numbers)
-        plans: dict[int, _Plan] = {}  # by request id of the user's turn
-        questions: dict[int, Text] = {}  # by request id of the answer
+        # By ticket of the user's turn, and by ticket of the answer.
+        plans: dict[int, _Plan] = {}
+        questions: dict[int, Text] = {}
         known: set[int] = set()
+
         while True:
             for number in itertools.islice(numbers, engine.free):
                 plan = self._plan(number)
-                # One more is the token that ends the turn.
-                room = self._config.user_length - len(plan.opening) + 1
                 request = Request(
-                    self._prefix + plan.opening,
-                    max_new_tokens=room,
+                    tokens=self._prefix + plan.opening,
+                    # The rest of the turn, and the token that ends it.
+                    max_new_tokens=self._config.user_length - len(plan.opening) + 1,
                     temperature=self._config.user_temperature,
                     seed=plan.user_seed,
                 )
                 plans[engine.submit(request)] = plan
             if engine.idle:
                 return
-            for request_id, tokens in ended(engine.tick()):
-                if request_id in plans:
-                    plan = plans.pop(request_id)
+
+            for ticket, tokens in ended(engine.tick()):
+                if ticket in plans:
+                    plan = plans.pop(ticket)
                     question = self._question(plan.opening, tokens, known)
                     if question is not None:
                         room = self._config.length - len(question.tokens)
@@ -203,7 +213,7 @@ class Conversations:
                         )
                         questions[engine.submit(request)] = question
                 else:
-                    question = questions.pop(request_id)
+                    question = questions.pop(ticket)
                     if _loops(tokens):
                         self.dropped["loop"] += 1
                     else:
@@ -230,17 +240,20 @@ class Conversations:
         if not tokens or tokens[-1] not in self._stop_tokens:
             self.dropped["too long"] += 1
             return None
+
         turn = opening + tokens[:-1]
         text = self._tokenizer.decode(turn).strip()
         if len(turn) < _SHORTEST_TURN or not text:
             self.dropped["too short"] += 1
             return None
+
         document = document_hash(text)
         if document in known:
             self.dropped["duplicate"] += 1
             return None
         known.add(document)
-        prompt = self._target.apply_chat_template([{"role": "user", "content": text}])
+
+        prompt = apply_chat_template(self._target, [{"role": "user", "content": text}])
         if len(prompt) >= self._config.length:
             self.dropped["too long"] += 1
             return None
@@ -272,7 +285,9 @@ def answers(
     """
     engine = _engine(target, config, target.stop_tokens)
     waiting = enumerate(prompts)
-    numbers: dict[int, int] = {}  # by request id
+    # By ticket.
+    numbers: dict[int, int] = {}
+
     while True:
         taken = list(itertools.islice(waiting, engine.free))
         for number, prompt in taken:
@@ -287,8 +302,9 @@ def answers(
             numbers[engine.submit(request)] = number
         if engine.idle and not taken:
             return
-        for request_id, tokens in ended(engine.tick()):
-            yield numbers.pop(request_id), [] if _loops(tokens) else tokens
+
+        for ticket, tokens in ended(engine.tick()):
+            yield numbers.pop(ticket), [] if _loops(tokens) else tokens
 
 
 def _check_length(target: LoadedTarget, config: OwnTextConfig) -> None:
@@ -318,7 +334,7 @@ def _answer_sampling(config: OwnTextConfig, rng: np.random.Generator) -> tuple[f
 
 
 def _loops(tokens: list[int]) -> bool:
-    """Whether an answer repeats itself at its end. One of fewer than 64 tokens has no room for that."""
+    """Whether an answer repeats itself at its end; one of fewer than 64 tokens does not."""
     last = tokens[-_LOOP_TOKENS:]
     runs = {tuple(last[start : start + _LOOP_RUN]) for start in range(len(last) - _LOOP_RUN + 1)}
     return len(last) == _LOOP_TOKENS and len(runs) < _FEWEST_RUNS

@@ -5,14 +5,16 @@ EAGLE-3. At depth ``d`` its inputs are those of drafting after the anchor ``a``:
 the learned state, at position ``a + d``. All depths of all anchors would be ``K`` times the text,
 so each depth keeps some rows of the depth before:
 
-=================  ==================================================================================================
-depth 0            every position depth ``d``        ``⌊max(0, n - d) · max(r^d, r_min)⌋`` of the
-``n`` supervised positions, sampled from those whose
-                   predecessor was kept at depth ``d - 1``, so that chains have no gaps
-attention          all true pairs at ``j <= a``, and the mask rows of the same anchor up to the
-row's depth label              ``y_{a+d+1}``, the target's distribution after ``x_{a+d+1}`` loss
-mean of ``KL(p ‖ q)`` over all supervised rows of all depths =================
-==================================================================================================
+=================  =====================================================================
+depth 0            every position
+depth ``d``        ``⌊max(0, n - d) · max(r^d, r_min)⌋`` of the ``n`` supervised positions,
+                   sampled from those whose predecessor was kept at depth ``d - 1``, so that
+                   chains have no gaps
+attention          all true pairs at ``j <= a``, and the mask rows of the same anchor up to
+                   the row's depth
+label              ``y_{a+d+1}``, the target's distribution after ``x_{a+d+1}``
+loss               mean of ``KL(p ‖ q)`` over all supervised rows of all depths
+=================  =====================================================================
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from eagle3_jax.models.layers import embed
 from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, greedy_tau, share, take
 from eagle3_jax.training.ttt import Teacher, teacher_forward
 
-# r and r_min, as in speculators
+# r and r_min, as in speculators.
 RATIO = 0.7
 LEAST = 0.2
 
@@ -58,26 +60,35 @@ def sample_chains(
     key: Key[Array, ""], valid: Bool[Array, "B T"], num_depths: int, ratio: float = RATIO
 ) -> Chains:
     """Samples the rows that each depth keeps, from the supervised positions."""
-    count_kept = lambda num_valid, depth: int(max(0, num_valid - depth) * max(ratio**depth, LEAST))
+
+    def count_kept(num_valid: int, depth: int) -> int:
+        return int(max(0, num_valid - depth) * max(ratio**depth, LEAST))
+
     batch, size = valid.shape
     index = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
     anchors = [index]
     present = [jnp.ones_like(valid)]
     depths = [0] * size
     num_valid = jnp.sum(valid, axis=1)
+
+    # The positions that a row of the next depth may have.
     pool = valid & (index > 0)
     for depth in range(1, num_depths):
         room = count_kept(size, depth)
         if room == 0:
             break
+
+        # The `sizes` highest of random numbers; `room` is the most that any row of the batch keeps.
         sizes = jnp.asarray([count_kept(count, depth) for count in range(size + 1)])[num_valid]
         uniforms = jax.random.uniform(jax.random.fold_in(key, depth), (batch, size))
         best, chosen = lax.top_k(jnp.where(pool, uniforms, -1.0), room)
         taken = (best >= 0) & (jnp.arange(room) < sizes[:, None])
+
         anchors.append(jnp.where(taken, chosen - depth, 0))
         present.append(taken)
         depths += [depth] * room
         pool = valid & _scatter(jnp.where(taken, chosen + 1, size), True, size)
+
     return Chains(
         anchors=jnp.concatenate(anchors, axis=1),
         present=jnp.concatenate(present, axis=1),
@@ -94,7 +105,7 @@ def _scatter(
 
 
 def chain_mask(chains: Chains, real: Bool[Array, "B T"]) -> Bool[Array, "B S S"]:
-    """Returns the attention mask: rows attend to true pairs up to their anchor, and to their chain up to themselves."""
+    """Returns the attention mask: rows attend to pairs up to their anchor, and to their chain."""
     depth = jnp.asarray(chains.depths)
     padding = len(chains.depths) - real.shape[1]
     key_anchor = chains.anchors[:, None]
@@ -116,12 +127,14 @@ def parallel_logits(
     """Returns the draft logits of all rows, in one forward."""
     head = bind(PEagleHead, drafter.config, drafter.precision, head_params)
     config = drafter.config
+
     masks = (batch.tokens.shape[0], len(chains.depths) - batch.tokens.shape[1])
     mask_tokens = jnp.full(masks, config.mask_token_id, jnp.int32)
     # The last pair has no token; no supervised row attends to it.
     tokens = jnp.concatenate([batch.tokens[:, 1:], batch.tokens[:, :1], mask_tokens], axis=1)
     fused_mask = jnp.broadcast_to(head.fused_mask(), (*masks, config.width))
     stream = jnp.concatenate([head.fuse(features), fused_mask], axis=1)
+
     mask = chain_mask(chains, batch.attention_mask)
     positions = chains.positions
     seen = attention_contexts(config.layers, mask, positions)
@@ -173,6 +186,7 @@ def p_eagle_loss(
         counts = counted[:, rows]
         metrics[f"accuracy_{depth}"] = share(hit, counts)
         metrics[f"acceptance_{depth}"] = share(overlap[:, rows], counts)
+        # A chain is the column of its anchor, at all depths.
         anchor = jnp.where(counts, chains.anchors[:, rows], size)
         chain.append((_scatter(anchor, hit, size), _scatter(anchor, counts, size)))
     return loss, {**metrics, "simulated_tau": greedy_tau(chain)}

@@ -28,7 +28,9 @@ def draft_hits(
     draft_to_target: Int[Array, " W"] | None,
     num_steps: int,
 ) -> Bool[Array, "B T K"]:
-    """Returns whether draft ``k`` after token ``t + 1`` is token ``t + 2 + k`` of the text, if all before it are.
+    """Returns whether draft ``k`` after token ``t + 1`` is token ``t + 2 + k`` of the text.
+
+    An entry counts only where all entries before it are True.
 
     Args:
         drafter: The head's configuration and precision.

@@ -1,4 +1,4 @@
-"""Texts to learn from: token ids with a mask of the tokens that are learnt, in files that are complete or absent."""
+"""Texts to learn from: token ids with a mask of the tokens that are learnt, and their files."""
 
 from __future__ import annotations
 
@@ -86,7 +86,10 @@ class Texts:
         )
 
     def prompts(self) -> list[tuple[int, bytes]]:
-        """Returns the prompt of each text: its document, and the bytes of the token ids before the first learnt one."""
+        """Returns the prompt of each text.
+
+        It is its document, and the bytes of the token ids before the first learnt one.
+        """
         prompts = []
         for index, document in enumerate(self.document):
             learnt = np.flatnonzero(self.learn[self.span(index)])
@@ -95,7 +98,7 @@ class Texts:
         return prompts
 
     def held_out(self, share: float) -> Bool[np.ndarray, " R"]:
-        """Returns a mask of the texts that are held out: those whose document has one of the lowest hashes.
+        """Returns a mask of the texts that are held out: those of the documents of lowest hashes.
 
         Args:
             share: Share of all documents, 0 to 1.
@@ -120,13 +123,16 @@ class Texts:
         try:
             with np.load(path) as arrays:
                 texts = cls(*(arrays[field.name] for field in dataclasses.fields(cls)))
+
             complete = texts.length.sum() == len(texts.tokens) == len(texts.learn)
             complete &= len(texts.document) == len(texts.length) and texts.length.min(initial=1) > 0
             complete &= texts.tokens.min(initial=0) >= 0 and texts.learn.dtype == np.bool_
         except FileNotFoundError:
             raise
-        except Exception:  # of zipfile, zlib, numpy and its parser of headers
+        # Of zipfile, zlib, numpy and its parser of headers.
+        except Exception:
             complete = False
+
         if not complete:
             raise ValueError(
                 f"{path} is damaged or holds something else; expected a file that `eagle3 train"

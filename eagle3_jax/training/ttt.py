@@ -6,11 +6,13 @@ et al., 2024). At step ``k``, row ``t`` is the draft that follows the verified p
 and is ``k`` tokens deep:
 
 =================  =====================================================================
-token              ``x_{t+1+k}``, from the data and not from the head features           ``fc(f_t)``
-at step 0, then the head's own output of step ``k - 1`` rotary position    ``t + k`` attention
-keys of step 0 at ``j <= t``, keys of steps ``1 .. k`` at ``t`` only; within the window, if any
-label              ``y_{t+1+k}``, the target's distribution after ``x_{t+1+k}`` =================
-=====================================================================
+token              ``x_{t+1+k}``, from the data and not from the head
+features           ``fc(f_t)`` at step 0, then the head's own output of step ``k - 1``
+rotary position    ``t + k``
+attention          keys of step 0 at ``j <= t``, keys of steps ``1 .. k`` at ``t`` only; within
+                   the window, if any
+label              ``y_{t+1+k}``, the target's distribution after ``x_{t+1+k}``
+=================  =====================================================================
 """
 
 from __future__ import annotations
@@ -90,7 +92,9 @@ def ttt_loss(
     batch: TTTBatch,
     config: TTTConfig = TTTConfig(),
 ) -> Loss:
-    """Returns ``Σ_k decay^k · Σ_rows CE(p, q_k) / denominator``, differentiable in ``head_params`` only.
+    """Returns ``Σ_k decay^k · Σ_rows CE(p, q_k) / denominator``.
+
+    It is differentiable in ``head_params`` only.
 
     Args:
         drafter: The head's configuration and precision.
@@ -115,10 +119,12 @@ def ttt_loss(
     frozen = lax.stop_gradient(frozen)
     num_steps = config.num_steps
     teacher, features = teacher_forward(drafter, target, frozen, batch, num_steps)
+
     if config.noise and batch.key is not None:
         size = jnp.sqrt(jnp.mean(jnp.square(features), axis=-1, keepdims=True))
         noise = jax.random.normal(batch.key, features.shape, features.dtype)
         features = features + config.noise * size * noise
+
     output = borrowed_output(drafter, target, frozen)
     logits = unroll(drafter, head_params, frozen["embedding"], features, batch, num_steps, output)
     return loss_and_metrics(teacher, logits, batch, config)
@@ -138,6 +144,7 @@ def loss_and_metrics(
         counted = later(batch.loss_mask, step) if config.denominator == "all" else labelled
         trained = counted & (label.best >= 0)
 
+        # CE(p, q) = log Σ exp(z) - Σ p z, of logits z.
         log_norm = jax.nn.logsumexp(scores, axis=-1)
         cross_entropy = log_norm - jnp.sum(label.probs * scores, axis=-1)
         divisor = _count(jnp.ones_like(counted) if config.denominator == "all" else counted)
@@ -158,13 +165,14 @@ def loss_and_metrics(
 def teacher_forward(
     drafter: NetworkDrafter, target: DecoderTarget, frozen: Frozen, batch: TTTBatch, num_steps: int
 ) -> tuple[Teacher, Float[Array, "B T A Dt"]]:
-    """Returns the target's distributions over the draft vocabulary, and the features that the head fuses.
+    """Returns the target's distributions over the draft vocabulary, and the head's features.
 
     The batch holds them (``known``); otherwise one forward of the target computes them.
     """
     params = frozen["target_params"]
     draft_to_target = frozen["draft_to_target"]
     to_draft = draft_ids(frozen, target.vocab_size)
+
     if batch.known is None:
         output = target(
             params, batch.tokens, batch.positions, batch.seen, aux_layers=drafter.aux_layers
@@ -181,10 +189,13 @@ def teacher_forward(
         )
         likeliest = jnp.asarray(batch.known.likeliest)
         log_norm_of_all = jnp.asarray(batch.known.log_norm)
+
     log_norm = jax.nn.logsumexp(drafted, axis=-1)
     draft_size = drafted.shape[-1]
     probs = jnp.exp(drafted - log_norm[..., None])
     mass = jnp.exp(log_norm - log_norm_of_all)
+
+    # Past the end the logits count as zero: distributions are uniform, and the first token is best.
     teacher = Teacher(
         probs=extend(probs, num_steps, 1.0 / draft_size),
         mass=extend(mass, num_steps, draft_size / target.vocab_size),
@@ -199,7 +210,7 @@ def _unembed_some(
     final: Float[Array, "B T D"],
     tokens: Int[Array, " W"] | None,
 ) -> Float[Array, "B T W"]:
-    """Returns the target's logits of some tokens, as if these were its vocabulary; ``None`` for all."""
+    """Returns the target's logits of some tokens, as if it had no others; ``None``: of all."""
     if tokens is not None and target.config.tie_embeddings:
         params = {**params, "embedding": params["embedding"][tokens]}
     elif tokens is not None:
@@ -211,7 +222,7 @@ def _unembed_some(
 def borrowed_output(
     drafter: Eagle3Drafter, target: DecoderTarget, frozen: Frozen
 ) -> Float[Array, "D V"] | None:
-    """Returns the target's output matrix for heads that compute their logits with it; ``None`` for others."""
+    """Returns the target's output matrix for heads that use it; ``None`` for others."""
     return target.tables(frozen["target_params"]).unembedding if drafter.borrows_output else None
 
 
@@ -224,10 +235,10 @@ def unroll(
     num_steps: int,
     output: Float[Array, "D V"] | None = None,
 ) -> list[Float[Array, "B T W"]]:
-    """Returns the draft logits of every step, all rows at once; the table above says what each row attends to."""
-    params = {"head": head_params, "embedding": embedding} | (
-        {} if output is None else {"output": output}
-    )
+    """Returns the draft logits of every step; the table above says what each row attends to."""
+    params = {"head": head_params, "embedding": embedding}
+    if output is not None:
+        params["output"] = output
     head = drafter.bind(params)
     streams = unroll_head(drafter, params, features, batch, num_steps)
     return [drafter.logits(params, head, stream) for stream in streams]
@@ -244,6 +255,7 @@ def unroll_head(
     head = drafter.bind(params)
     seen = batch.seen
     positions = batch.positions
+
     stream = head.fuse(features)
     streams = []
     written: list[tuple[KeyValue, ...]] = []
@@ -252,6 +264,7 @@ def unroll_head(
         contexts = [
             _context([kv[layer] for kv in written], seen, positions, span) for layer, span in spans
         ]
+
         embedded = drafter.embed(params, later(batch.tokens, step + 1), positions + step)
         stream, kv = head(embedded, stream, positions + step, contexts)
         written.append(kv)
@@ -260,7 +273,10 @@ def unroll_head(
 
 
 def labelled_rows(batch: TTTBatch, step: int) -> Bool[Array, "B T"]:
-    """Returns the rows of a step that are worth learning and have a label: the last token that they read is text."""
+    """Returns the rows of a step that are worth learning and have a label.
+
+    The last token that they read is text.
+    """
     return later(batch.loss_mask, step) & later(batch.attention_mask, step + 1)
 
 
@@ -284,7 +300,7 @@ def _context(
 
 
 def _from(x: Array, start: int, size: int) -> Array:
-    """Returns columns ``start .. start + size - 1``: column ``t`` of the result is column ``t + start`` of ``x``."""
+    """Returns columns ``start .. start + size - 1`` of ``x``."""
     return x[:, start : start + size]
 
 

@@ -1,4 +1,4 @@
-"""The draft vocabulary: the tokens that a head can propose, the most frequent ones of its training text.
+"""The draft vocabulary: the tokens that a head can propose, the most frequent of its text.
 
 A smaller output projection makes drafting faster. Tokens outside the draft vocabulary are never
 drafted, which lowers acceptance and does not change the output (FR-Spec, Zhao et al., 2025;
@@ -30,5 +30,8 @@ def select_draft_vocabulary(counts: Int[np.ndarray, " V"], size: int) -> Int[np.
 
 
 def coverage(counts: Int[np.ndarray, " V"], draft_to_target: Int[np.ndarray, " W"]) -> float:
-    """Returns the share of the counted tokens in the draft vocabulary: an upper bound of greedy acceptance."""
+    """Returns the share of the counted tokens in the draft vocabulary.
+
+    It is an upper bound of greedy acceptance.
+    """
     return int(counts[draft_to_target].sum()) / int(counts.sum())

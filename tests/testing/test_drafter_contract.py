@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from faults import Fault
 from ordinary import VOCABULARY, Ordinary, observing, proposing, replaced, with_field
 
 from eagle3_jax import check_drafter
@@ -29,7 +30,7 @@ from eagle3_jax.testing.drafter import (
     state_after_prompt,
 )
 from eagle3_jax.testing.scripted import FixedTree, RootState
-from eagle3_jax.testing.subject import Subject
+from eagle3_jax.testing.subject import Subject, repeat_row
 from eagle3_jax.topology import Chain, DynamicTree
 from eagle3_jax.types import Draft, DraftSampling, SamplingParams
 
@@ -86,13 +87,10 @@ ALL_DRAFTERS: dict[str, Callable[[], LoadedDrafter]] = {
     "n-grams, else an EAGLE-3 dynamic tree": lambda: Fallback.of(RARE, tiny.eagle3(TARGET, TREE)),
 }
 DISTRIBUTION = "sampled output has the target's distribution"
-ENOUGH = {
-    "draws from what it declares": 32768
-}  # samples with which every fault of BROKEN is detected
-COSTLY = {
-    "greedy output is the target's",
-    DISTRIBUTION,
-}  # test_greedy and test_long_distribution cover every method
+# Samples with which every fault of BROKEN is detected.
+ENOUGH = {"draws from what it declares": 32768}
+# test_greedy and test_long_distribution cover every method.
+COSTLY = {"greedy output is the target's", DISTRIBUTION}
 SAMPLED_TREE = LoadedDrafter(
     tiny.Sampled((-1, 0, 0, 1)),
     jnp.array(np.random.default_rng(0).dirichlet(np.ones(13), 13), jnp.float32),
@@ -125,15 +123,11 @@ def test_checks_compare_drafts_that_are_not_empty(name: str) -> None:
 @pytest.mark.parametrize("name", ["EAGLE-3 chain", "EAGLE-3 dynamic tree"])
 def test_an_observation_of_no_tokens_leaves_every_bit_of_a_row_as_it_is(name: str) -> None:
     before = subject(name).once(state_after_prompt)
-    after = observe(
-        subject(name), sample_observation(subject(name), (0, 2, 0, 1), stream=1), state=before
-    )
+    observation = sample_observation(subject(name), (0, 2, 0, 1), stream=1)
+    after = observe(subject(name), observation, state=before)
     for row in (0, 2):
         assert tiny.same_bits(
-            *(
-                [leaf[row] for leaf in jax.tree.leaves(tiny.known(state))]
-                for state in (before, after)
-            )
+            repeat_row(tiny.known(before), row), repeat_row(tiny.known(after), row)
         )
 
 
@@ -198,8 +192,7 @@ class Sampling(FixedTree):
     def propose(self, params: Any, state: RootState, keys: Any, sampling: SamplingParams) -> Draft:
         shape = (state.root.shape[0], self.num_nodes - 1, VOCABULARY)
         distribution = jnp.broadcast_to(self.distribution(state.length), shape)
-        sample = jax.vmap(lambda key, q: jax.random.categorical(key, jnp.log(q), axis=-1))
-        sampled = sample(keys, distribution)
+        sampled = jax.vmap(jax.random.categorical, (0, 0, None))(keys, jnp.log(distribution), -1)
         probs = jnp.pad(jnp.broadcast_to(self.declared, shape), ((0, 0), (1, 0), (0, 0)))
         return self.draft(state, jnp.pad(sampled.astype(jnp.int32), ((0, 0), (1, 0))), probs)
 
@@ -240,79 +233,78 @@ def mean_of_rows(draft: Draft) -> Any:
     return draft.tokens.at[:, 1].set(shared)
 
 
-# The check that must fail, and its message.
-BROKEN: dict[str, tuple[Any, str, str]] = {
-    "an unstable hash": (Hasty(1), "keeps the protocol", "its hash changes"),
-    "a state that grows": (
+BROKEN: dict[str, Fault] = {
+    "an unstable hash": Fault(Hasty(1), "keeps the protocol", "its hash changes"),
+    "a state that grows": Fault(
         observing(lambda old, new, seen: {**new, "root": jnp.stack([new["root"]] * 2, 1)}), "keeps shapes and types",
         r"returned int32\[4, 2\]; expected the same",
     ),
-    "a guess that it remembers": (
+    "a guess that it remembers": Fault(
         Remembering(), "proposes from its state alone", "drafts something else when `propose` is traced anew"
     ),
-    "a guess that it commits": (
+    "a guess that it commits": Fault(
         proposing(lambda d: dataclasses.replace(d, state={"root": d.tokens[:, 2], "length": d.tokens[:, 0]})),
         "commits nothing by proposing", "after the state that the draft before returned",
     ),
-    "another root": (
+    "another root": Fault(
         proposing(with_field(tokens=lambda d: d.tokens.at[:, 0].add(1) % VOCABULARY)), "drafts a tree below the root",
         "node 0 of rows 0, 1, 2, 3 is",
     ),
-    "a child before its parent": (
+    "a child before its parent": Fault(
         proposing(with_field(parents=lambda d: d.parents.at[:, 1].set(2))), "drafts a tree below the root",
         "node 1 of row 0 has parent 2; expected 0 to 0",
     ),
-    "a tree deeper than it says": (replaced(max_depth=1), "drafts a tree below the root", "drafts 2 levels and says 1"),
-    "an id outside the vocabulary": (
+    "a tree deeper than it says": Fault(replaced(max_depth=1), "drafts a tree below the root", "drafts 2 levels and says 1"),
+    "an id outside the vocabulary": Fault(
         proposing(with_field(tokens=lambda d: d.tokens.at[:, 2].set(VOCABULARY))), "drafts a tree below the root",
         "node 2 of row 0 is id 13; expected 0 to 12",
     ),
-    "siblings that are the same": (
+    "siblings that are the same": Fault(
         proposing(lambda d: dataclasses.replace(
             d, parents=d.parents.at[:, 2].set(0), tokens=d.tokens.at[:, 2].set(d.tokens[:, 1])
         )), "drafts a tree below the root", "siblings of row 0 repeat a token",
     ),
-    "a draft that depends on the other rows": (
+    "a draft that depends on the other rows": Fault(
         proposing(with_field(tokens=mean_of_rows)), "rows are independent of their neighbours", "when its neighbours"
     ),
-    "a root that an empty observation moves": (
+    "a root that an empty observation moves": Fault(
         observing(lambda old, new, seen: {**new, "root": seen.next_token}), "an empty observation changes nothing",
         "after an observation of length 0",
     ),
-    "a state that reads padding": (
+    "a state that reads padding": Fault(
         observing(lambda old, new, seen: {**new, "root": (new["root"] + jnp.sum(seen.tokens, axis=1)) % VOCABULARY}),
         "padding behind an observation does not matter", "past the observed length",
     ),
-    "a state that counts observations": (
+    "a state that counts observations": Fault(
         observing(lambda old, new, seen: {**new, "root": (old["root"] + new["root"]) % VOCABULARY}),
         "observing in pieces is observing at once", "6 tokens come in pieces of 4, 2",
     ),
-    "negative probabilities": (
+    "negative probabilities": Fault(
         siblings(UNIFORM, UNIFORM.at[0].add(-1).at[1].add(1)), "declares distributions", "negative or not finite"
     ),
-    "a token that it says it cannot draft": (
+    "a token that it says it cannot draft": Fault(
         siblings(jnp.eye(VOCABULARY)[3], jnp.eye(VOCABULARY)[4]), "declares distributions", "declares probability 0"
     ),
-    "probabilities that are rounded to bfloat16": (
+    "probabilities that are rounded to bfloat16": Fault(
         deep(lambda length: NEAR, NEAR.astype(jnp.bfloat16).astype(jnp.float32)), "declares distributions",
         "add up to .* expected 1 within 2e-05",
     ),
-    "another distribution after 24 tokens": (
+    "another distribution after 24 tokens": Fault(
         deep(lambda length: jnp.where(length[:, None, None] >= 24, PROBS[:, ::-1], PROBS), PROBS),
         "draws from what it declares", "after a long text node . samples likely tokens too seldom",
     ),
-    "a last token that is sampled three percent cooler": (
+    "a last token that is sampled three percent cooler": Fault(
         deep(lambda length: COOLER, PROBS), "draws from what it declares", "node 4 samples likely tokens too often"
     ),
-    "a state that ends after 24 tokens": (
+    "a state that ends after 24 tokens": Fault(
         observing(lambda old, new, seen: {
             **new, "root": jnp.where((old["length"] >= 24) & (seen.length > 0), old["root"], new["root"])
         }), "observing in pieces is observing at once", "drafts something else when 72 tokens",
     ),
-    "a distribution that depends on its sampled token": (
+    "a distribution that depends on its sampled token": Fault(
         Peeking((-1, 0, 1)), "knows before it draws", "of one state that share every token before it"
     ),
-    "probabilities for one token and others drafted": (
+    "probabilities for one token and others drafted": Fault(
         siblings(jnp.eye(VOCABULARY)[3] + 1e-9, UNIFORM), "sampled output has the target's distribution",
         "does not follow the target",
     ),
@@ -321,15 +313,12 @@ BROKEN: dict[str, tuple[Any, str, str]] = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_drafter_is_found_out_for(name: str) -> None:
-    drafter, check, message = BROKEN[name]
+    fault = BROKEN[name]
+    samples = ENOUGH.get(fault.check, 8192)
     with tiny.unchecked():
-        report = check_drafter(
-            drafter, TARGET, checks=["keeps the protocol", check], samples=ENOUGH.get(check, 8192)
-        )
-    (failure,) = report.failures
-    assert failure.name == check
-    assert re.search(message, failure.detail), failure.detail
-    with pytest.raises(ValueError, match=f"failed +{check}.*\n.*1 failed"):
+        report = check_drafter(fault.part, TARGET, checks=fault.checks, samples=samples)
+    fault.require_found(report)
+    with pytest.raises(ValueError, match=f"failed +{fault.check}.*\n.*1 failed"):
         report.raise_if_failed()
 
 

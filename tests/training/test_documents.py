@@ -415,7 +415,7 @@ SHOWN = (
         ('{"prompt": "a", "completion": null}', "'completion' is None; expected a text"),
         (
             '{"text": "\\ud800"}',
-            r"'\\ud800' is no character of UTF-8 by itself; give text in UTF-8",
+            r"'\\ud800' is not a character of UTF-8 by itself; give text in UTF-8",
         ),
         ('{"messages": "a"}', "messages are 'a'; expected a list of turns such as"),
         (
