@@ -170,6 +170,7 @@ class SpeculativeLoop:
         batch, longest = prompts.tokens.shape
         empty_state = self.drafter.init(params.drafter, batch, capacity)
         check_rows(self.drafter, empty_state, batch)
+
         slots = jnp.zeros((batch, capacity), jnp.int32)
         return GenerationState(
             tokens=slots.at[:, :longest].set(prompts.tokens),
