@@ -131,8 +131,10 @@ class ShapedDrafter:
         """
         sampling = self.draft_sampling if draft_sampling is None else draft_sampling
         return dataclasses.replace(
-            self, topology=topology or self.topology, draft_sampling=sampling
-        )  # type: ignore[type-var]
+            self,  # type: ignore[type-var]
+            topology=topology or self.topology,
+            draft_sampling=sampling,
+        )
 
     def grow(self, inputs: DraftInputs) -> tuple[Draft, Any]:
         """Grows a draft of this shape; see :func:`grow`."""

@@ -49,6 +49,7 @@ class FirstLayer(nnx.Module):
         eps = config.norm_eps
         self.embedding_norm = RMSNorm(width, eps)
         self.feature_norm = RMSNorm(width, eps)
+
         self.attention = Attention(
             grouped(layer),
             d_in=2 * width,
@@ -57,6 +58,7 @@ class FirstLayer(nnx.Module):
             precision=precision,
             rngs=rngs,
         )
+
         self.mlp_norm = RMSNorm(width, eps)
         self.mlp = SwiGLU(width, gated(layer), precision=precision, rngs=rngs)
         self.norm_before_residual = config.norm_before_residual
