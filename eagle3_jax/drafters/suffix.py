@@ -102,8 +102,8 @@ class Suffix(TextDrafter):
         drafted = []
         valid_by_depth = []
         for index in range(depth):
-            # Each agreeing match has as many votes as agreeing matches have the same next token. Of
-            # equal counts `argmax` takes the first: the longest match, then the latest.
+            # For each match, the number of agreeing matches with the same next token. Of equal
+            # counts `argmax` takes the first: the longest match, then the latest.
             same = next_tokens[:, None, index] == next_tokens[None, :, index]
             same = same & known[:, None, index] & known[None, :, index]
             count = jnp.where(
