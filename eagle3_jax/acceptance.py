@@ -60,7 +60,7 @@ def verify(
     choose: Float[Array, "B U"],
     max_depth: int,
 ) -> Verdict:
-    """Accepts a path of the draft so that the emitted tokens follow the target's distribution exactly.
+    """Accepts a path of the draft; emitted tokens follow the target's distribution exactly.
 
     At node ``current`` with distribution ``p``, each valid child ``x`` sampled from ``q`` is
     accepted if ``u · q(x) < p(x)``. A rejection replaces ``p`` by the normalized ``max(p - q, 0)``.
@@ -96,16 +96,22 @@ def _walk(
         q = draft.probs[node]  # type: ignore[index]
         rejected_p, mass = residual(walk.p, q)
         is_child = draft.valid[node] & (draft.parents[node] == walk.current)
-        # The comparison is strict, so a token without target mass is never taken.
+
+        # Accepted with probability min(1, p(x) / q(x)), without a division by q. The comparison is
+        # strict, so a token without target mass is never taken.
         passes = accept[node] * q[token] < walk.p[token]
         # If rounding leaves no residual mass, there is nothing else to emit, and the token is
         # taken.
         is_only_choice = (mass <= 0) & (walk.p[token] > 0)
         taken = is_child & (passes | is_only_choice)
+
+        # A taken node is the new current one, with the target's distribution after it. A refused
+        # child leaves the residual to its younger siblings. Other nodes change nothing.
         current = jnp.where(taken, node, walk.current)
         p_at_node = target_probs[node]
         p_at_current = jnp.where(is_child, rejected_p, walk.p)
         p = jnp.where(taken, p_at_node, p_at_current)
+
         longer_path = walk.path.at[walk.count].set(node, mode="drop")
         path = jnp.where(taken, longer_path, walk.path)
         count = walk.count + taken.astype(jnp.int32)
@@ -114,6 +120,8 @@ def _walk(
     p_at_root = target_probs[0]
     empty_path = jnp.full((max_depth,), -1, jnp.int32)
     start = _Walk(current=jnp.int32(0), p=p_at_root, path=empty_path, count=jnp.int32(0))
+
+    # One pass is enough: parents precede their children, and elder siblings the younger ones.
     nodes = jnp.arange(1, target_probs.shape[0], dtype=jnp.int32)
     walk, _ = lax.scan(visit, start, nodes)
     next_token = draw(walk.p, choose)
@@ -131,14 +139,14 @@ def verify_greedy(draft: Draft, target_tokens: Int[Array, "B N"], *, max_depth: 
     """
     parents = jnp.maximum(draft.parents, 0)
     expected = jnp.take_along_axis(target_tokens, parents, axis=1)
-    path, count, last = follow_accepted(draft, draft.tokens == expected, max_depth)
-    next_token = jnp.take_along_axis(target_tokens, last[:, None], 1)[:, 0]
-    return Verdict(path=path, num_accepted=count, next_token=next_token)
+    accepted = follow_accepted(draft, draft.tokens == expected, max_depth)
+    next_token = jnp.take_along_axis(target_tokens, accepted.last[:, None], 1)[:, 0]
+    return Verdict(path=accepted.path, num_accepted=accepted.count, next_token=next_token)
 
 
 @dataclasses.dataclass(frozen=True)
 class Exact:
-    """The rule that preserves the target's distribution, as a :class:`~eagle3_jax.types.Verifier`."""
+    """The rule that preserves the target's distribution: a :class:`~eagle3_jax.types.Verifier`."""
 
     #: The function that decides sampled rows, called like :func:`eagle3_jax.verify`. Other exact
     #: rules replace it.
@@ -175,7 +183,7 @@ def verify_points(
     choose: Float[Array, "B U"],
     max_depth: int,
 ) -> Verdict:
-    """Verifies a draft of point masses as :func:`eagle3_jax.verify` does, without a walk from node to node.
+    """:func:`eagle3_jax.verify` for a draft of point masses, without a walk from node to node.
 
     A rejected point mass removes its own token from ``p`` and nothing else. Whether a node is
     accepted once the walk is at its parent therefore depends only on its elder siblings: ``u · (1 -
@@ -186,52 +194,68 @@ def verify_points(
     vocab_size = target_probs.shape[-1]
     at_parents = jax.vmap(lambda probs, parents, tokens: probs[jnp.maximum(parents, 0), tokens])
     remove = jax.vmap(lambda p, tokens: p.at[tokens].set(0.0, mode="drop"))
+
+    # A token that an elder sibling has proposed has no mass left.
     elders = _elder_siblings(draft) & draft.valid[:, None, :]
     same_token = draft.tokens[:, :, None] == draft.tokens[:, None, :]
     is_repeated = jnp.any(elders & same_token, axis=-1)
     p = at_parents(target_probs, draft.parents, draft.tokens)
-    p = jnp.where(
-        is_repeated, 0.0, p
-    )  # a token that an elder sibling has proposed has no mass left
+    p = jnp.where(is_repeated, 0.0, p)
+
+    # After its elders are rejected, a token has the share p(x) / (1 - Σ p(x_elder)). By rounding,
+    # elders can add up to more than one, so a token without mass is rejected explicitly.
     p_of_elders = jnp.where(elders, p[:, None, :], 0.0)
     remaining_mass = 1.0 - jnp.sum(p_of_elders, axis=-1)
-    # By rounding, elder siblings can add up to more than one. So a token without mass is rejected
-    # explicitly.
-    accepted = (p > 0) & (accept * remaining_mass < p)
-    path, count, last = follow_accepted(draft, accepted, max_depth)
+    is_accepted = (p > 0) & (accept * remaining_mass < p)
+    accepted = follow_accepted(draft, is_accepted, max_depth)
 
-    is_rejected = draft.valid & (draft.parents == last[:, None])
-    p_after_path = entry_of_rows(target_probs, last)
+    # The residual: the target's distribution at the end of the path, without the children there,
+    # all of which were rejected.
+    is_rejected = draft.valid & (draft.parents == accepted.last[:, None])
+    p_after_path = entry_of_rows(target_probs, accepted.last)
     rejected_tokens = jnp.where(is_rejected, draft.tokens, vocab_size)
     p_after_rejections = remove(p_after_path, rejected_tokens)
     # Only rounding can leave no mass at all. Then any token with mass may be sampled.
     has_mass = jnp.sum(p_after_rejections, axis=-1, keepdims=True) > 0
     p_next = jnp.where(has_mass, p_after_rejections, p_after_path)
-    return Verdict(path=path, num_accepted=count, next_token=draw(p_next, choose))
+    next_token = draw(p_next, choose)
+    return Verdict(path=accepted.path, num_accepted=accepted.count, next_token=next_token)
 
 
-def follow_accepted(
-    draft: Draft, taken: Bool[Array, "B N"], max_depth: int
-) -> tuple[Int[Array, "B G"], Int[Array, " B"], Int[Array, " B"]]:
+class AcceptedPath(NamedTuple):
+    """The accepted nodes of each row.
+
+    Attributes:
+        path: ``[B G]``, nodes below the root in order, -1 padded.
+        count: ``[B]``, number of nodes below the root.
+        last: ``[B]``, the node where the path ends.
+    """
+
+    path: Int[Array, "B G"]
+    count: Int[Array, " B"]
+    last: Int[Array, " B"]
+
+
+def follow_accepted(draft: Draft, taken: Bool[Array, "B N"], max_depth: int) -> AcceptedPath:
     """Follows the first child that is ``taken``, from the root on.
 
     A node is on the path if it and all its ancestors are each the first child that their parent
     takes. This needs no walk, each step of which would cost several kernels.
-
-    Returns:
-        The path below the root, -1 padded; its length; the node where it ends.
     """
     node = indices(draft.parents.shape[1])
     taken = taken & draft.valid & (draft.parents >= 0)
     taken_elders = _elder_siblings(draft) & taken[:, None, :]
     is_first = taken & ~jnp.any(taken_elders, axis=-1)
+
+    # A node is on the path if each of its ancestors, itself included, passes. The root passes.
     ancestors = ancestor_mask(draft.parents, max_depth)
     reaches_root = ancestors[:, :, 0]
     passes = is_first[:, None, :] | (node == 0)[None, None] | ~ancestors
     on_path = reaches_root & jnp.all(passes, axis=-1)
+
     path, count = path_of(on_path, ancestors, max_depth)
     last = jnp.max(jnp.where(on_path, node, 0), axis=-1)
-    return path, count, last
+    return AcceptedPath(path, count, last)
 
 
 def path_of(
@@ -244,6 +268,7 @@ def path_of(
         ancestors: ``[B N N]``, the ancestors of each node, including itself.
         max_depth: ``G``, longest path below the root.
     """
+    # A path has one node on each level, so the maximum over a level finds it.
     node = indices(on_path.shape[1])
     level_of_node = jnp.where(on_path, depths(ancestors), 0)[:, None, :]
     level = jnp.arange(1, max_depth + 1, dtype=jnp.int32)[:, None]

@@ -96,7 +96,9 @@ class Cache(struct.PyTreeNode, kw_only=True):
 
 
 class KeyValue(NamedTuple):
-    """Keys (rotated) and values of one layer for a run of tokens. A value may be narrower than a key.
+    """Keys (rotated) and values of one layer for a run of tokens.
+
+    A value may be narrower than a key.
 
     Attributes:
         keys: ``[B C S H]``.
@@ -108,11 +110,12 @@ class KeyValue(NamedTuple):
 
 
 class KeyValues(struct.PyTreeNode, kw_only=True):
-    """A :class:`LayerCache` of attention: one contiguous buffer; row ``b`` owns slots ``0 .. length[b] - 1``.
+    """A :class:`LayerCache` of attention: one contiguous buffer of slots per row.
 
-    Slots at or beyond ``length`` are ignored, and the next block overwrites them. A forward writes
-    its block there and attends to all slots at once. Tokens are committed afterwards by increasing
-    ``length``, so nothing is rolled back.
+    Row ``b`` has its committed tokens in the slots ``0 .. length[b] - 1``. Slots at or beyond
+    ``length`` are ignored, and the next block overwrites them. A forward writes its block there and
+    attends to all slots at once. Tokens are committed afterwards by increasing ``length``, so
+    nothing is rolled back.
 
     Attributes:
         keys: ``[B C S H]``, rotated. The tokens of a head are adjacent, as the products of
@@ -137,7 +140,10 @@ class KeyValues(struct.PyTreeNode, kw_only=True):
         dtype: DTypeLike,
         value_dim: int | None = None,
     ) -> KeyValues:
-        """Returns an empty cache of zeros. Zeros are needed, because NaN times a masked weight of 0 is NaN."""
+        """Returns an empty cache of zeros.
+
+        Zeros are needed, because NaN times a masked weight of 0 is NaN.
+        """
         shape = (batch, num_kv_heads, capacity)
         keys = jnp.zeros((*shape, head_dim), dtype)
         values = jnp.zeros((*shape, value_dim or head_dim), dtype)
@@ -189,15 +195,22 @@ def compact_accepted(
     count: Int[Array, " B"],
     nodes: Int[Array, "B T"] | None,
 ) -> Float[Array, "B C S H"]:
-    """Moves the accepted tokens of the block next to the committed ones. All are read before any is written."""
+    """Moves the accepted tokens of the block next to the committed ones.
+
+    All are read before any is written.
+    """
+    # In block order they are there already.
     if nodes is None:
         return buffer
+
     capacity = buffer.shape[2]
     step = indices(nodes.shape[1])[None, :]
     is_accepted = step < count[:, None]
     # Rejected tokens go to slots beyond the capacity, each to another: scattered indices must be
     # unique.
     slots = jnp.where(is_accepted, length[:, None] + step, capacity + step)
+
+    # Nodes past the capacity were not written; the bound keeps the read inside the buffer.
     source = jnp.minimum(length[:, None] + nodes, capacity - 1)
     accepted = gather_tokens(buffer, source)
     return scatter_tokens(buffer, slots, accepted)

@@ -81,7 +81,9 @@ class Drafting(Protocol):
     def with_topology(
         self, topology: Topology | None, draft_sampling: DraftSampling | None
     ) -> Drafter[Any]:
-        """The same drafter with another draft shape or another way of sampling; ``None`` keeps the present one.
+        """The same drafter with another draft shape or another way of sampling.
+
+        ``None`` keeps the present one.
 
         Raises:
             ValueError: The drafter cannot draft like that.
@@ -95,7 +97,10 @@ def takes_argument(part: Any, name: str) -> bool:
 
 
 def declares_chain(drafter: Drafter[Any]) -> bool:
-    """Whether a drafter declares ``is_chain``. Without it the loop verifies trees, which is exact for chains too."""
+    """Whether a drafter declares ``is_chain``.
+
+    Without it the loop verifies trees, which is exact for chains too.
+    """
     return bool(getattr(drafter, "is_chain", False))
 
 
@@ -118,7 +123,11 @@ def check_parts(target: Any, drafter: Any, verifier: Any) -> None:
 
 
 def check_part(part: Any, role: str) -> None:
-    """Checks that a part is a hashable instance with the members and arguments of its role; raises ``ValueError``."""
+    """Checks that a part is a hashable instance with the members and arguments of its role.
+
+    Raises:
+        ValueError: It is not.
+    """
     if isinstance(part, type):
         raise ValueError(
             f"the {role} is the class {part.__name__}; give an instance, {part.__name__}(...)"
@@ -126,7 +135,8 @@ def check_part(part: Any, role: str) -> None:
     name = type(part).__name__
     missing = [member for member in _MEMBERS[role] if not hasattr(part, member)]
     if missing:
-        raise ValueError(f"{name} is no {role}: it has no {', '.join(missing)}; see {_PAGE}")
+        raise ValueError(f"{name} is not a {role}: it has no {', '.join(missing)}; see {_PAGE}")
+
     parameters = inspect.signature(part).parameters if _ARGUMENTS[role] else {}
     takes_any_name = any(
         parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
@@ -137,6 +147,7 @@ def check_part(part: Any, role: str) -> None:
             f"{name} is called without {', '.join(unknown)}, which every {role} is given; see"
             f" {_PAGE}"
         )
+
     for member, expectation in (_MEMBERS[role] | _OPTIONAL).items():
         if expectation is None or not hasattr(part, member):
             continue
@@ -144,6 +155,7 @@ def check_part(part: Any, role: str) -> None:
         value = getattr(part, member)
         if not is_expected(value):
             raise ValueError(f"{name}.{member} is {value!r}; expected {description}, see {_PAGE}")
+
     try:
         hash(part)
     except TypeError:
@@ -151,6 +163,7 @@ def check_part(part: Any, role: str) -> None:
             f"{name} has no hash, which a static argument of the compiled loop needs; make it a"
             f" frozen dataclass of plain values and keep its arrays in params, see {_PAGE}"
         ) from None
+
     if role == "drafter" and declares_chain(part) and part.num_nodes > part.max_depth + 1:
         raise ValueError(
             f"{name} is a chain of {part.num_nodes} nodes and says that its max_depth is"
@@ -173,6 +186,7 @@ def configured(
     draft_sampling = None if draft_sampling is None else DraftSampling(draft_sampling)
     if isinstance(drafter, Drafting):
         return drafter.with_topology(topology, draft_sampling)
+
     name = type(drafter).__name__
     if topology is not None:
         raise ValueError(
@@ -189,7 +203,11 @@ def configured(
 
 
 def check_rows(part: Any, state: Any, batch: int, *, origin: str = "init gave state") -> None:
-    """Checks that every leaf of a fresh state or cache is an array with one entry per row; raises ``ValueError``."""
+    """Checks that every leaf of a fresh state or cache is an array with one entry per row.
+
+    Raises:
+        ValueError: A leaf is not.
+    """
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if getattr(leaf, "shape", None) is None or leaf.shape[:1] != (batch,):
             raise ValueError(
@@ -217,6 +235,7 @@ def check_same(before: Any, after: Any, subject: str, verb: str) -> None:
         raise ValueError(
             f"{subject} of {structure_before} {verb} {structure_after}; expected the same structure"
         )
+
     pairs = zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True)
     for (path, old), new in pairs:
         if (np.shape(old), old.dtype) != (np.shape(new), getattr(new, "dtype", None)):
@@ -227,12 +246,16 @@ def check_same(before: Any, after: Any, subject: str, verb: str) -> None:
 
 
 def checked_state(drafter: Drafter[Any], before: Any, after: Any, method: str = "observe") -> Any:
-    """Returns the state that a method returned, after a check of structure, shapes and types, strongly typed."""
+    """Returns the state that a method returned, strongly typed.
+
+    Structure, shapes and types are checked.
+    """
     check_same(before, after, f"{type(drafter).__name__}.{method} was given state", "and returned")
+
     # A weak type would become a strong one on the way, and the next call another program.
-    strong = lambda leaf: (
-        jnp.asarray(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
-    )
+    def strong(leaf: Any) -> Any:
+        return jnp.asarray(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
+
     return jax.tree.map(strong, after)
 
 
@@ -253,10 +276,13 @@ def check_returned(giver: str, returned: Any, kind: type, **sizes: int) -> None:
         raise ValueError(
             f"{giver} returned {described}; expected an eagle3_jax.{kind.__name__}, see {_PAGE}"
         )
+
     for field, (letters, dtype) in _RETURNED[kind].items():
         value = getattr(returned, field)
         if value is None and field == "probs":
             continue
+
+        # Letters without a known size fit any size that the value has.
         shape = getattr(value, "shape", ())
         names = letters.split()
         known_sizes = dict(zip(names, shape, strict=False)) | sizes
@@ -282,7 +308,7 @@ def check_verdict(verifier: Verifier, verdict: Any, *, batch: int, max_depth: in
 
 
 def is_whole(value: Any, least: int) -> bool:
-    """Returns whether a value is a whole number of at least ``least``; ``True`` and ``False`` are none."""
+    """Returns whether a value is a whole number of at least ``least``, and not a boolean."""
     is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
     return is_integer and bool(value >= least)
 
@@ -297,8 +323,8 @@ def per_row(sampling: SamplingParams, batch: int) -> SamplingParams:
     """Broadcasts scalars to one value for each of ``batch`` rows.
 
     Raises:
-        ValueError: ``sampling`` is no :class:`SamplingParams`, or a parameter is neither one number
-            nor one per row.
+        ValueError: ``sampling`` is not a :class:`SamplingParams`, or a parameter is neither one
+            number nor one per row.
     """
     if not isinstance(sampling, SamplingParams):
         raise ValueError(
@@ -308,7 +334,8 @@ def per_row(sampling: SamplingParams, batch: int) -> SamplingParams:
 
     def rows(name: str, dtype: type) -> Array:
         value = np.asarray(getattr(sampling, name))
-        if value.dtype == object:  # such as an integer of more than 64 bits
+        # An integer of more than 64 bits, for example, is an object for numpy.
+        if value.dtype == object:
             number = shown(getattr(sampling, name))
             raise ValueError(
                 f"{name} is {number}; expected a number of at most 64 bits, or one for each row"
@@ -318,7 +345,9 @@ def per_row(sampling: SamplingParams, batch: int) -> SamplingParams:
                 f"{name} has shape {value.shape} for {batch} rows; give one number, or one for"
                 " each row"
             )
-        if dtype is np.int32:  # larger than any vocabulary, and within 32 bits
+
+        # A top_k above any vocabulary, and within 32 bits, means the same as a larger one.
+        if dtype is np.int32:
             value = np.clip(value, -1, np.iinfo(np.int32).max)
         # Broadcast on the host: on the device each would be a program to compile.
         return jnp.asarray(np.broadcast_to(value.astype(dtype), (batch,)))
@@ -336,8 +365,10 @@ def checked_sampling(sampling: SamplingParams, batch: int) -> SamplingParams:
     Raises:
         ValueError: A value is out of range; the message says which one.
     """
-    with np.errstate(over="ignore"):  # values that are infinite in float32 raise below
+    # Values that overflow in float32 are infinite and raise below.
+    with np.errstate(over="ignore"):
         rows = per_row(sampling, batch)
+
     ranges = (
         (
             "temperature",
@@ -368,7 +399,8 @@ def sampling_mode_of(sampling: SamplingParams) -> SamplingMode:
 
 def check_mode(mode: SamplingMode, needed: SamplingMode) -> None:
     """Checks that ``mode`` does the work of ``needed``; raises ``ValueError``."""
-    modes = list(SamplingMode)  # least work first
+    # Modes are declared with the least work first.
+    modes = list(SamplingMode)
     if modes.index(mode) < modes.index(needed):
         raise ValueError(
             f"sampling_mode is {mode.value!r}, and these sampling parameters need {needed.value!r};"

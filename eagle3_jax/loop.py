@@ -1,10 +1,15 @@
-"""The speculative loop as pure functions: propose, verify, accept, commit, observe and stop, all on the device."""
+"""The speculative loop as pure functions. A whole generation runs on the device.
+
+A round (:meth:`SpeculativeLoop.step`): the drafter *proposes* a tree of tokens, the target scores
+all of them in one forward, the verifier *accepts* a path and gives one more token, both are
+*committed* to the text and to the target's cache, and the drafter *observes* them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,9 +57,25 @@ _DRAFT = 0
 _VERIFY = 1
 
 
+class _Verification(NamedTuple):
+    """The target's side of a round.
+
+    Attributes:
+        verdict: The decision of the verifier.
+        broken: ``[B]``, whether the target has no distribution after the accepted path.
+        logits: ``[B N V]``, the target's logits after each node.
+    """
+
+    verdict: Verdict
+    broken: Bool[Array, " B"]
+    logits: Float[Array, "B N V"]
+
+
 @dataclasses.dataclass(frozen=True)
 class SpeculativeLoop:
-    """A target, a drafter and an acceptance rule. It is hashable: compiled functions take it as a static argument.
+    """A target, a drafter and an acceptance rule.
+
+    It is hashable: compiled functions take it as a static argument.
 
     Attributes:
         target: The model whose output distribution is preserved.
@@ -78,7 +99,7 @@ class SpeculativeLoop:
 
     @property
     def is_chain(self) -> bool:
-        """Whether the drafter declares that its drafts never branch. Nodes are then in the order of the text."""
+        """Whether drafts never branch, as the drafter declares. Nodes are then in text order."""
         return declares_chain(self.drafter)
 
     @property
@@ -90,7 +111,10 @@ class SpeculativeLoop:
         return options
 
     def at(self, state: GenerationState) -> SpeculativeLoop:
-        """Returns the loop for the next round of a state, chosen by the host. A loop with stages overrides this."""
+        """Returns the loop for the next round of a state, chosen by the host.
+
+        A loop with stages overrides this.
+        """
         del state
         return self
 
@@ -104,7 +128,10 @@ class SpeculativeLoop:
         """
         batch, longest = prompts.tokens.shape
         size = rows_per_group(batch, longest, capacity)
-        prefill_group = lambda rows: self._prefill(params, rows, capacity)
+
+        def prefill_group(rows: Prompts) -> GenerationState:
+            return self._prefill(params, rows, capacity)
+
         return on_rows(map_groups(prefill_group, prompts, size))
 
     def _prefill(self, params: LoopParams, prompts: Prompts, capacity: int) -> GenerationState:
@@ -119,6 +146,8 @@ class SpeculativeLoop:
             aux_layers=self.drafter.aux_layers,
             length=prompts.length,
         )
+
+        # Logits over the vocabulary are large, and only those after the last token are needed.
         last = (prompts.length - 1)[:, None, None]
         final = jnp.take_along_axis(output.final, last, axis=1)
         logits = self.target.unembed(params.target, final)
@@ -130,6 +159,7 @@ class SpeculativeLoop:
         )
         cache = state.cache.fill(output.written, prompts.length)
         state = state.replace(cache=cache, drafter=self._observe(params, state.drafter, seen))
+
         broken = ~_has_distribution(logits)[:, 0]
         emitted = first[:, None]
         count = jnp.where(broken, 0, 1).astype(jnp.int32)
@@ -140,6 +170,7 @@ class SpeculativeLoop:
         batch, longest = prompts.tokens.shape
         empty_state = self.drafter.init(params.drafter, batch, capacity)
         check_rows(self.drafter, empty_state, batch)
+
         slots = jnp.zeros((batch, capacity), jnp.int32)
         return GenerationState(
             tokens=slots.at[:, :longest].set(prompts.tokens),
@@ -168,7 +199,9 @@ class SpeculativeLoop:
         *,
         size: int,
     ) -> GenerationState:
-        """Runs the next tokens of each prompt, behind those that have run. The last of them chooses the first token.
+        """Runs the next tokens of each prompt, behind those that have run.
+
+        The logits after a prompt's last token choose the row's first token.
 
         Args:
             params: Arrays of both models.
@@ -184,6 +217,7 @@ class SpeculativeLoop:
         tokens = jax.vmap(lambda tokens, slots: tokens.at[slots].get(mode="clip"))(
             state.tokens, positions
         )
+
         options: dict[str, Any] = {"aux_layers": self.drafter.aux_layers}
         if takes_argument(self.target, "is_chain"):
             options["is_chain"] = True
@@ -197,17 +231,21 @@ class SpeculativeLoop:
         )
         final = jnp.take_along_axis(output.final, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
         logits = self.target.unembed(params.target, final)
+
+        # The token after this chunk: the next one of the prompt, or the row's first token.
         has_ended = (count > 0) & (start + count == prompt_length)
         first = self._choose_first(state, logits)
         following = entry_of_rows(
             state.tokens, jnp.minimum(start + count, state.tokens.shape[1] - 1)
         )
         next_token = jnp.where(has_ended, first, following)
+
         seen = Observation(
             tokens=tokens, features=output.features, length=count, next_token=next_token
         )
         cache = state.cache.commit(output.written, count)
         state = state.replace(cache=cache, drafter=self._observe(params, state.drafter, seen))
+
         broken = has_ended & ~_has_distribution(logits)[:, 0]
         num_first = jnp.where(has_ended & ~broken, 1, 0).astype(jnp.int32)
         return self._emit(state, first[:, None], num_first, broken, logits)
@@ -224,9 +262,16 @@ class SpeculativeLoop:
         return draw(probs, dice)
 
     def step(self, params: LoopParams, state: GenerationState) -> Round:
-        """Runs one round: propose, verify, commit, observe. Rows that have finished do not change."""
-        with jax.named_scope("propose"):  # these names appear in profiles
+        """Runs one round: propose, verify, commit, observe.
+
+        Rows that have finished do not change.
+        """
+        # The names of the scopes appear in profiles.
+        with jax.named_scope("propose"):
             draft, drafter = self._propose(params, state)
+
+        # Each node attends to its ancestors. All nodes of one level share a position: only one of
+        # them can become the token there.
         batch, num_nodes = draft.tokens.shape
         if self.is_chain:
             mask = causal_mask(num_nodes)
@@ -236,6 +281,7 @@ class SpeculativeLoop:
             draft = drop_unreachable_nodes(draft, mask)
             depth = depths(mask)
         positions = state.cache.length[:, None] + depth
+
         with jax.named_scope("target"):
             output = self.target(
                 params.target, draft.tokens, positions, mask, state.cache, **self.target_options
@@ -243,24 +289,30 @@ class SpeculativeLoop:
         with jax.named_scope("verify"):
             verdict, broken, logits = self._verify(params, state, draft, output)
 
-        # nodes[j] is the j-th node of the committed path, the root first.
+        # nodes[j] is the j-th node of the committed path, the root first. Padding points at the
+        # root and is never counted. The path of a chain is a prefix of its nodes: a slice.
         root = jnp.zeros((batch, 1), jnp.int32)
         nodes = jnp.concatenate([root, jnp.maximum(verdict.path, 0)], axis=1)
         selection = slice(nodes.shape[1]) if self.is_chain else nodes
         on_path = functools.partial(take_nodes, nodes=selection)
         committed = on_path(draft.tokens)
-        # emitted[j] is the token after the j-th node.
+
+        # emitted[j] is the token after the j-th node: the next node's, and after the last one the
+        # token that the verifier gives.
         emitted = jnp.concatenate([committed[:, 1:], verdict.next_token[:, None]], axis=1)
         index = indices(emitted.shape[1])[None, :]
         is_last = index == verdict.num_accepted[:, None]
         emitted = jnp.where(is_last, verdict.next_token[:, None], emitted)
 
+        # A stop token or the limit can cut what is emitted. The caches take as many tokens as the
+        # text: the old root, and all new tokens except the newest, which is the next root.
         active = state.running
         scored = None if state.logprobs is None else on_path(logits)
         count = jnp.where(broken, verdict.num_accepted, verdict.num_accepted + 1)
         after = self._emit(state, emitted, count, broken, scored)
         count = after.length - state.length
         newest = entry_of_rows(emitted, jnp.maximum(count - 1, 0))
+
         seen = Observation(
             tokens=committed, features=on_path(output.features), length=count, next_token=newest
         )
@@ -270,6 +322,7 @@ class SpeculativeLoop:
             drafted = jnp.where(was_verified, draft.tokens, -1)
             likeliest = lax.top_k(logits, num_likeliest)[1]
             seen = seen.replace(drafted=drafted, likeliest=likeliest)
+
         with jax.named_scope("commit"):
             cache = state.cache.commit(output.written, count, None if self.is_chain else nodes)
         with jax.named_scope("observe"):
@@ -281,12 +334,14 @@ class SpeculativeLoop:
     def run(
         self, params: LoopParams, state: GenerationState, *, more_than: int = 0
     ) -> GenerationState:
-        """Runs rounds while more than ``more_than`` rows are active (default: until all rows finish)."""
+        """Runs rounds while more than ``more_than`` rows are active, by default until none is."""
+
+        def next_state(_: Any, state: GenerationState) -> GenerationState:
+            return self.step(params, state).state
 
         def rounds(state: GenerationState) -> GenerationState:
             if self.rounds_per_check == 1:
-                return self.step(params, state).state
-            next_state = lambda _, state: self.step(params, state).state
+                return next_state(0, state)
             return lax.fori_loop(0, self.rounds_per_check, next_state, state)
 
         def goes_on(state: GenerationState) -> Bool[Array, ""]:
@@ -316,15 +371,16 @@ class SpeculativeLoop:
             # With a constant temperature the compiler drops everything that a drafter computes for
             # sampled rows.
             sampling = sampling.replace(temperature=jnp.zeros_like(sampling.temperature))
+
         draft = self.drafter.propose(params.drafter, state.drafter, keys, sampling)
         check_draft(self.drafter, draft, batch=state.length.shape[0], vocab_size=vocab_size)
         after = state.drafter
         if draft.state is not None:
             after = checked_state(self.drafter, state.drafter, draft.state, "propose")
         draft = draft.replace(state=None)
-        if (
-            self.sampling_mode is SamplingMode.GREEDY
-        ):  # verification then reads no proposal distribution
+
+        # Greedy verification compares with the argmax and reads no proposal distribution.
+        if self.sampling_mode is SamplingMode.GREEDY:
             draft = draft.replace(probs=None)
         root = entry_of_rows(state.tokens, state.length - 1)
         draft = sanitize_draft(draft, root, vocab_size=vocab_size, is_chain=self.is_chain)
@@ -337,23 +393,27 @@ class SpeculativeLoop:
 
     def _verify(
         self, params: LoopParams, state: GenerationState, draft: Draft, output: TargetOutput
-    ) -> tuple[Verdict, Bool[Array, " B"], Float[Array, "B N V"]]:
-        """Returns the verdict, whether the target has no distribution at the end of the path, and the logits."""
+    ) -> _Verification:
+        """Decides about the draft, from the target's output."""
         logits = self.target.unembed(params.target, output.final)
-        known = _has_distribution(logits)
+
         # No rule may accept anything below a node without a distribution.
+        known = _has_distribution(logits)
         parents = jnp.maximum(draft.parents, 0)
         known_at_parent = jnp.take_along_axis(known, parents, axis=1) | (draft.parents < 0)
         draft = draft.replace(valid=draft.valid & known_at_parent)
+
         keys = keys_at(state.keys, state.length, _VERIFY)
         depth = self.drafter.max_depth
         verdict = self.verifier(
             draft, logits, state.sampling, keys, sampling_mode=self.sampling_mode, max_depth=depth
         )
         check_verdict(self.verifier, verdict, batch=logits.shape[0], max_depth=depth)
-        last = jnp.max(verdict.path, axis=1, initial=0)  # nodes of a path ascend
+
+        # The nodes of a path ascend, so the last one is the largest.
+        last = jnp.max(verdict.path, axis=1, initial=0)
         broken = ~entry_of_rows(known, last)
-        return verdict, broken, logits
+        return _Verification(verdict, broken, logits)
 
     def _emit(
         self,
@@ -363,7 +423,9 @@ class SpeculativeLoop:
         broken: Bool[Array, " B"],
         logits: Float[Array, "B T V"] | None,
     ) -> GenerationState:
-        """Appends up to ``count`` tokens to active rows, and ends rows exactly at a stop token or at the limit.
+        """Appends up to ``count`` tokens to active rows.
+
+        A row ends exactly at its first stop token, which is kept, or at its limit.
 
         Args:
             state: The state before the round.
@@ -383,27 +445,35 @@ class SpeculativeLoop:
         num_new = jnp.minimum(jnp.minimum(count, until_stop), room)
         num_new = jnp.where(state.running, jnp.maximum(num_new, 0), 0).astype(jnp.int32)
 
+        # Tokens that are not new go to a slot beyond the capacity, where writes are dropped.
         capacity = state.tokens.shape[1]
         is_new = index < num_new[:, None]
         slots = jnp.where(is_new, state.length[:, None] + index, capacity)
-        # By vmap, so that a device that holds some of the rows writes only those.
-        append = jax.vmap(lambda tokens, slots, new: tokens.at[slots].set(new, mode="drop"))
+
+        # Of several reasons to end, a stop token comes first, then the limit.
         unlimited = jnp.where(broken, int(FinishReason.NOT_FINITE), state.finish)
         has_stopped = until_stop <= num_new
         reason = jnp.where(num_new >= room, state.limit_reason, unlimited)
         reason = jnp.where(has_stopped, int(FinishReason.STOP), reason)
+
+        # By vmap, so that a device that holds some of the rows writes only those.
+        append = jax.vmap(lambda tokens, slots, new: tokens.at[slots].set(new, mode="drop"))
         logprobs = state.logprobs
         if logprobs is not None and logits is not None:
             scored = LogProbs.from_logits(logits, emitted, logprobs.top.shape[-1])
             logprobs = jax.tree.map(lambda old, new: append(old, slots, new), logprobs, scored)
         tokens = append(state.tokens, slots, emitted)
+
         length = state.length + num_new
         finish = jnp.where(state.running, reason, state.finish).astype(jnp.int32)
         return state.replace(tokens=tokens, logprobs=logprobs, length=length, finish=finish)
 
 
 def _has_distribution(logits: Float[Array, "B N V"]) -> Bool[Array, "B N"]:
-    """Returns whether logits give a distribution: no NaN, and not minus infinity everywhere. The maximum shows both."""
+    """Returns whether logits give a distribution: no NaN, and not minus infinity everywhere.
+
+    The maximum shows both.
+    """
     return largest(logits).value > -jnp.inf
 
 
@@ -432,19 +502,19 @@ def extend(
     *,
     size: int,
 ) -> GenerationState:
-    """Compiled ``SpeculativeLoop.extend``. It consumes the given state and updates its caches in place."""
+    """Compiled ``SpeculativeLoop.extend``. It consumes the state, to update caches in place."""
     return loop.extend(params, state, prompt_length, size=size)
 
 
 @functools.partial(jax.jit, static_argnames=("loop",), donate_argnames=("state",))
 def step(loop: SpeculativeLoop, params: LoopParams, state: GenerationState) -> Round:
-    """Compiled ``SpeculativeLoop.step``. It consumes the given state and updates its caches in place."""
+    """Compiled ``SpeculativeLoop.step``. It consumes the state, to update caches in place."""
     return loop.step(params, state)
 
 
 @functools.partial(jax.jit, static_argnames=("loop",), donate_argnames=("state",))
 def run(loop: SpeculativeLoop, params: LoopParams, state: GenerationState) -> GenerationState:
-    """Compiled ``SpeculativeLoop.run``. It consumes the given state and updates its caches in place."""
+    """Compiled ``SpeculativeLoop.run``. It consumes the state, to update caches in place."""
     return loop.run(params, state)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,22 +36,28 @@ def probabilities(
         sampling_mode: ``TRUNCATED`` applies ``top_k`` and ``top_p``; ``TEMPERATURE`` skips their
             sort.
     """
-    per_row = lambda value: jnp.broadcast_to(jnp.asarray(value), logits.shape[:1])
+
+    def per_row(value: Any) -> Array:
+        return jnp.broadcast_to(jnp.asarray(value), logits.shape[:1])
+
     sampling = jax.tree.map(per_row, sampling)
     # On a mesh each device gets whole rows. Otherwise every sort, sum and draw would gather the
     # vocabulary by itself.
     logits = on_rows(logits.astype(jnp.float32))
     temperature = jnp.asarray(sampling.temperature)[:, None, None]
+
     # The maximum is subtracted before the division, which could overflow: infinity minus infinity
     # is NaN.
     value, index = largest(logits)
     best = value[..., None]
     below_best = jnp.where(logits == best, 0.0, logits - best)
-    smallest = jnp.finfo(jnp.float32).tiny  # a smaller divisor would be flushed to zero
+    # A smaller divisor would be flushed to zero.
+    smallest = jnp.finfo(jnp.float32).tiny
     divisor = jnp.where(temperature > 0, jnp.maximum(temperature, smallest), 1.0)
     scaled = below_best / divisor
     if sampling_mode is SamplingMode.TRUNCATED:
         scaled = _truncate(scaled, jnp.asarray(sampling.top_k), jnp.asarray(sampling.top_p))
+
     greedy = jax.nn.one_hot(index, logits.shape[-1], dtype=jnp.float32)
     is_sampled = temperature > 0
     return jnp.where(is_sampled, jax.nn.softmax(scaled, axis=-1), greedy)
@@ -66,33 +73,37 @@ def _truncate(
     # this size on a GPU.
     negated, order = lax.sort((-logits, ids), num_keys=1, is_stable=True)
     ranked = -negated
+
+    # Top-k. Ties with the k-th stay, as in Hugging Face transformers.
     is_limited = (top_k > 0) & (top_k < size)
     last_rank = jnp.where(is_limited, top_k, size)[:, None, None] - 1
     last_rank = jnp.broadcast_to(last_rank, (*ranked.shape[:2], 1))
     smallest = jnp.take_along_axis(ranked, last_rank, axis=-1)
-    ranked = jnp.where(
-        ranked >= smallest, ranked, -jnp.inf
-    )  # ties with the k-th stay, as in Hugging Face
+    ranked = jnp.where(ranked >= smallest, ranked, -jnp.inf)
+
+    # Top-p: the smallest set with at least this mass. A token belongs to it if the more likely ones
+    # have less; the most likely token always does.
     mass = jax.nn.softmax(ranked, axis=-1)
     mass_before = jnp.cumsum(mass, axis=-1) - mass
     in_nucleus = (mass_before < top_p[:, None, None]) | (top_p[:, None, None] >= 1.0)
     in_nucleus = in_nucleus.at[..., 0].set(True)
     ranked = jnp.where(in_nucleus, ranked, -jnp.inf)
+
     # A scatter restores the order. On a CPU a second sort would double the cost of the whole
     # function.
-    restore = lambda order, ranked: (
-        jnp.zeros_like(ranked).at[order].set(ranked, unique_indices=True)
-    )
+    def restore(order: Int[Array, " V"], ranked: Float[Array, " V"]) -> Float[Array, " V"]:
+        return jnp.zeros_like(ranked).at[order].set(ranked, unique_indices=True)
+
     return jax.vmap(jax.vmap(restore))(order, ranked)
 
 
 def residual(
     p: Float[Array, "*B V"], q: Float[Array, "*B V"]
 ) -> tuple[Float[Array, "*B V"], Float[Array, "*B"]]:
-    """Returns the distribution after a rejection, ``max(p - q, 0)`` normalized, and its mass before normalization.
+    """Returns the distribution after a rejection, and its mass before normalization.
 
-    Leviathan et al. (2023), section 2.3. If ``p`` nowhere exceeds ``q``, the mass is 0 and the
-    result is ``p``.
+    It is ``max(p - q, 0)``, normalized (Leviathan et al., 2023, section 2.3). If ``p`` nowhere
+    exceeds ``q``, the mass is 0 and the result is ``p``.
     """
     excess = jnp.maximum(p - q, 0.0)
     mass = jnp.sum(excess, axis=-1)
@@ -120,6 +131,7 @@ def row_keys(seed: int | Sequence[int], batch: int) -> Key[Array, " B"]:
         if len(seed) != batch:
             raise ValueError(f"{len(seed)} seeds for {batch} prompts; give one each")
         return jnp.concatenate([row_keys(seed_of_row, 1) for seed_of_row in seed])
+
     is_whole = isinstance(seed, int | np.integer) and not isinstance(seed, bool)
     if not is_whole or not 0 <= seed < 2**32:
         raise ValueError(f"seed is {seed!r}; expected a whole number from 0 to {2**32 - 1}")

@@ -1,9 +1,10 @@
-"""Draft lengths by batch size, in vLLM's form, and a loop with several drafters that share one state."""
+"""Draft lengths by batch size, as in vLLM, and a loop whose drafters share one state."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,8 @@ from eagle3_jax.state import GenerationState, LoopParams, Round
 from eagle3_jax.topology import Chain
 from eagle3_jax.types import Draft, Drafter, FinishReason
 
-_MOST_ROWS = 2**31 - 2  # rows are counted in 32 bits on the device
+# Rows are counted in 32 bits on the device.
+_MOST_ROWS = 2**31 - 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +63,7 @@ class SpeculationSchedule:
                     " more"
                 )
             reached = last
+
         if self.max_length == 0:
             raise ValueError(
                 f"the schedule {self.to_lists()} never drafts; leave it and the drafter out"
@@ -132,7 +135,7 @@ class StagedLoop(SpeculativeLoop):
         inside one program would copy every cache, because its branches do not share buffers (104
         copies per round of eight rows).
         """
-        first, *later = self._reached(state.finish.shape[0])  # most rows first
+        first, *later = self._reached(state.finish.shape[0])
         # With a single stage nothing is read. `finish` is read because the host caches arrays that
         # it has read.
         running = np.sum(to_host(state.finish) == FinishReason.RUNNING) if later else 0
@@ -156,13 +159,15 @@ class StagedLoop(SpeculativeLoop):
     def run(
         self, params: LoopParams, state: GenerationState, *, more_than: int = 0
     ) -> GenerationState:
-        """Runs rounds while more than ``more_than`` rows are active.
+        """Runs rounds while more than ``more_than`` rows are active, stage by stage.
 
         Finished rows leave the batch when a stage begins. On a mesh that divides rows they stay, so
         that no cache moves between devices.
         """
         stages = self._reached(state.finish.shape[0])
+        # A stage ends where the next one begins.
         limits = [max(stage.max_running, more_than) for stage in stages[1:]] + [more_than]
+
         for stage, limit in zip(stages, limits, strict=True):
             rows = stage.max_running
             loop = SpeculativeLoop(
@@ -171,14 +176,20 @@ class StagedLoop(SpeculativeLoop):
             if rows == state.finish.shape[0] or divides_rows():
                 state = loop.run(params, state, more_than=limit)
                 continue
-            active = jnp.argsort(~state.running, stable=True)[:rows]  # no other row is active
-            active_state = jax.tree.map(lambda leaf: leaf[active], state)  # noqa: B023
+
+            # At most `rows` rows are active when the stage begins, so these are all of them.
+            active = jnp.argsort(~state.running, stable=True)[:rows]
+            active_state = jax.tree.map(operator.itemgetter(active), state)
             active_state = loop.run(params, active_state, more_than=limit)
-            state = jax.tree.map(lambda leaf, new: leaf.at[active].set(new), state, active_state)  # noqa: B023
+            put_back = functools.partial(_replace_rows, rows=active)
+            state = jax.tree.map(put_back, state, active_state)
         return state
 
     def _reached(self, batch: int) -> list[Stage]:
-        """Returns the stages that a batch of this size can reach; the first begins with all rows."""
+        """Returns the stages that a batch of this size can reach, most rows first.
+
+        The first one begins with all rows.
+        """
         reached = [stage for stage in self.stages if stage.max_running < batch]
         first = [stage for stage in self.stages if stage.max_running >= batch][-1]
         return [dataclasses.replace(first, max_running=batch), *reached]
@@ -186,7 +197,10 @@ class StagedLoop(SpeculativeLoop):
 
 @dataclasses.dataclass(frozen=True)
 class _PaddedLoop(SpeculativeLoop):
-    """A stage whose rounds have the nodes and levels of the largest draft, and only fields that all drafts have."""
+    """A stage whose rounds have the nodes and levels of the largest draft.
+
+    They have only fields that all drafts have.
+    """
 
     largest: Drafter[Any] = None  # type: ignore[assignment]
 
@@ -214,9 +228,16 @@ class _PaddedLoop(SpeculativeLoop):
         )
 
 
+def _replace_rows(leaf: Array, new: Array, *, rows: Array) -> Array:
+    return leaf.at[rows].set(new)
+
+
 @functools.lru_cache(maxsize=64)
 def _padded_loop(loop: StagedLoop, drafter: Drafter[Any]) -> _PaddedLoop:
-    """Returns the loop of a stage, padded. It is cached: building it takes the host longer than all else in a round."""
+    """Returns the loop of a stage, padded.
+
+    It is cached: building it takes the host longer than all else in a round.
+    """
     return _PaddedLoop(
         loop.target,
         drafter,
@@ -228,7 +249,9 @@ def _padded_loop(loop: StagedLoop, drafter: Drafter[Any]) -> _PaddedLoop:
 
 
 def stages_of(drafter: Drafter[Any], schedule: SpeculationSchedule) -> tuple[Stage, ...]:
-    """Converts a schedule to drafters with one shared state. After its last entry nothing is drafted.
+    """Converts a schedule to drafters with one shared state.
+
+    After its last entry nothing is drafted.
 
     Raises:
         ValueError: The drafter cannot draft chains of another length.

@@ -53,7 +53,9 @@ class Prompts(struct.PyTreeNode, kw_only=True):
 
 
 class GenerationState(struct.PyTreeNode, kw_only=True):
-    """The whole carry of the loop. ``B`` is the first axis of every leaf, so one ``tree.map`` inserts or takes rows.
+    """The whole carry of the loop.
+
+    ``B`` is the first axis of every leaf, so one ``tree.map`` inserts or takes rows.
 
     The last token of a row is the root: committed, but not yet run through the target. So
     ``cache.length`` is always ``length - 1``.
@@ -92,7 +94,7 @@ class GenerationState(struct.PyTreeNode, kw_only=True):
         return self.finish == FinishReason.RUNNING
 
     def __repr__(self) -> str:
-        """One line for arrays of any kind: on this host, on another one, consumed, traced, or only shapes."""
+        """One line for arrays of any kind: here, on another host, consumed, traced, only shapes."""
         leaves = (self.finish, self.length)
         rows = self.finish.shape[0]
         capacity = self.tokens.shape[1]
@@ -102,6 +104,7 @@ class GenerationState(struct.PyTreeNode, kw_only=True):
             return f"GenerationState({rows} rows, consumed by a step)"
         if not all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
             return f"GenerationState({rows} rows, capacity of {capacity} tokens)"
+
         finish, length = jax.device_get(leaves)
         running = np.sum(finish == FinishReason.RUNNING)
         known = f"{length.min()} to {length.max()}"

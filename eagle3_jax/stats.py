@@ -1,4 +1,4 @@
-"""Counters of speculation and the rates derived from them, under vLLM's names; and log-probabilities of tokens."""
+"""Counters of speculation and their rates, under vLLM's names; and log-probabilities of tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.types import Draft, Verdict
 
-Counter = Array | np.ndarray | np.generic  # on the device inside the loop, on the host once merged
+# On the device inside the loop, on the host once merged.
+Counter = Array | np.ndarray | np.generic
 
 
 class SpeculationStats(struct.PyTreeNode, kw_only=True):
@@ -65,10 +66,12 @@ class SpeculationStats(struct.PyTreeNode, kw_only=True):
         """
         drafted = jnp.where(active, jnp.sum(draft.valid[:, 1:], axis=1, dtype=jnp.int32), 0)
         accepted = jnp.where(active, verdict.num_accepted, 0)
+
         # The number of depths is that of the counters: with a schedule a draft may be shallower.
         num_depths = np.shape(self.num_accepted_tokens_per_pos)[-1]
         reached = jnp.arange(num_depths, dtype=jnp.int32)[None, :] < accepted[:, None]
         has_draft = (drafted > 0).astype(jnp.int32)
+
         return SpeculationStats(
             num_drafts=self.num_drafts + has_draft,  # type: ignore[operator]
             num_draft_tokens=self.num_draft_tokens + drafted,  # type: ignore[operator]
@@ -89,7 +92,7 @@ class SpeculationStats(struct.PyTreeNode, kw_only=True):
         )
 
     def _accepted_by_depth(self) -> np.ndarray:
-        """Returns ``[G]``, the number of rounds of all rows in which the draft token at each depth was accepted."""
+        """Returns ``[G]``, in how many rounds of all rows each depth was accepted."""
         counts = np.asarray(self.num_accepted_tokens_per_pos)
         return counts.reshape(-1, counts.shape[-1]).sum(0)
 
@@ -105,17 +108,17 @@ class SpeculationStats(struct.PyTreeNode, kw_only=True):
 
     @property
     def acceptance_per_position(self) -> list[float]:
-        """For each depth, the share of rounds in which the draft token there and all before it were accepted."""
+        """For each depth, the share of rounds that accepted the draft token and all before it."""
         return [_ratio(count, self.num_drafts) for count in self._accepted_by_depth()]
 
     @property
     def conditional_acceptance_rate(self) -> list[float]:
-        """For each depth, the probability that the token there is accepted if all before it were."""
+        """For each depth, the rate at which the token is accepted if all before it were."""
         counts = [self.num_drafts, *self._accepted_by_depth()]
         return [_ratio(count, before) for before, count in itertools.pairwise(counts)]
 
     def to_json(self) -> dict[str, object]:
-        """Returns the counters, the acceptance length and the acceptance rate, as numbers of JSON."""
+        """Returns the counters, the acceptance length and the acceptance rate, as JSON numbers."""
         return {
             "num_drafts": int(np.sum(self.num_drafts)),
             "num_draft_tokens": int(np.sum(self.num_draft_tokens)),
@@ -142,12 +145,17 @@ class TokenLogProb:
 
 
 class LogProbs(struct.PyTreeNode, kw_only=True):
-    """Log-probabilities under the target at temperature 1, of the token in each slot and of the ``L`` most likely."""
+    """Log-probabilities under the target at temperature 1.
 
-    token: Float[Array | np.ndarray, "B S"]  #: ``[B S]``; 0 in slots of the prompt.
-    #: ``[B S L]``, ids of the most likely tokens, in descending order.
+    Attributes:
+        token: ``[B S]``, of the token in each slot; 0 in slots of the prompt.
+        top_ids: ``[B S L]``, ids of the ``L`` most likely tokens, in descending order.
+        top: ``[B S L]``, their log-probabilities.
+    """
+
+    token: Float[Array | np.ndarray, "B S"]
     top_ids: Int[Array | np.ndarray, "B S L"]
-    top: Float[Array | np.ndarray, "B S L"]  #: ``[B S L]``, their log-probabilities.
+    top: Float[Array | np.ndarray, "B S L"]
 
     @classmethod
     def zeros(cls, batch: int, capacity: int, count: int) -> LogProbs:

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 
+# A dynamic tree keeps all scores of a round in memory at once.
+_MOST_CANDIDATES = 2**20
+
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
@@ -37,16 +40,18 @@ class Chain:
 
     @property
     def num_expanded(self) -> int:
-        """Number of nodes below the root that the draft network runs on: those that may get children."""
+        """Number of nodes below the root that the draft network runs on.
+
+        They are those that may get children.
+        """
         return self.num_speculative_tokens - 1
-
-
-_MOST_CANDIDATES = 2**20  # all scores of a round are in memory at once
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DynamicTree:
-    """EAGLE-2's context-dependent tree: expands the most likely nodes of each level and keeps the most likely overall.
+    """EAGLE-2's context-dependent tree.
+
+    It expands the most likely nodes of each level, and keeps the most likely of all levels.
 
     Attributes:
         num_nodes: Nodes sent to the target, root included (the official ``total_token``).
@@ -62,6 +67,7 @@ class DynamicTree:
         for name, least in (("num_nodes", 2), ("max_depth", 1), ("top_k", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"tree {name} is {getattr(self, name)}; expected at least {least}")
+
         if self.num_candidates > _MOST_CANDIDATES:
             raise ValueError(
                 f"a tree of max_depth={self.max_depth} and top_k={self.top_k} scores"
@@ -82,12 +88,15 @@ class DynamicTree:
 
     @property
     def num_candidates(self) -> int:
-        """Number of nodes that are scored: ``k`` on the first level, ``k²`` on every later level."""
+        """Number of scored nodes: ``k`` on the first level, ``k²`` on every later level."""
         return self.top_k + (self.max_depth - 1) * self.top_k**2
 
     @property
     def num_expanded(self) -> int:
-        """Number of nodes below the root that the draft network runs on: those that may get children."""
+        """Number of nodes below the root that the draft network runs on.
+
+        They are those that may get children.
+        """
         return self.top_k * (self.max_depth - 1)
 
 
@@ -129,7 +138,7 @@ class StaticTree:
 
     @property
     def num_expanded(self) -> int:
-        """Number of nodes below the root that the draft network runs on: those that have children."""
+        """Number of nodes below the root that the draft network runs on: those with children."""
         return len({path[:-1] for path in self.paths} - {()})
 
     @property
@@ -166,7 +175,8 @@ def default_draft_length(
         Tokens of a chain; 0 for plain decoding, on CPUs above 32 rows, or above 4 with weights in
         ``int8``.
     """
-    import jax  # here, because shapes are parsed before JAX is loaded
+    # Here, because shapes are parsed before JAX is loaded.
+    import jax
 
     if (platform or jax.default_backend()) != "cpu":
         return 5

@@ -1,4 +1,4 @@
-"""Draft trees as integers: each node's parent, the attention mask that follows from it, and depths."""
+"""Draft trees as integers: each node's parent, and the attention mask and depths that follow."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ def ancestor_mask(parents: Int[Array, "B N"], max_depth: int) -> Bool[Array, "B 
     nodes = indices(num_nodes)
     itself = jnp.eye(num_nodes, dtype=jnp.bool_)
     mask = jnp.broadcast_to(itself, (*parents.shape, num_nodes))
+
+    # `ancestor` climbs one level with every turn; -1 is above the root and equals no node.
     ancestor = parents
     for _ in range(max_depth):
         mask = mask | (ancestor[..., None] == nodes[None, None])
@@ -57,7 +59,8 @@ def take_nodes(values: Array, nodes: Int[Array, "B k"] | slice) -> Array:
 def causal_mask(size: int) -> Bool[Array, "1 T T"]:
     """Returns the mask with which every token attends to itself and to the tokens before it."""
     if size <= _LONGEST_CONSTANT:
-        constant = np.tri(size, dtype=bool)  # a constant, which no kernel has to write
+        # No kernel has to write a constant.
+        constant = np.tri(size, dtype=bool)
         return jnp.asarray(constant[None])
     return jnp.tril(jnp.ones((size, size), jnp.bool_))[None]
 
@@ -87,12 +90,14 @@ def sanitize_draft(
         # would bias the output.
         mass = jnp.sum(draft.probs, axis=-1)
         known &= jnp.isfinite(mass)
+
     if is_chain:
         before = np.arange(-1, node.size - 1, dtype=np.int32)
         parents = jnp.asarray(np.broadcast_to(before, draft.parents.shape))
     else:
         topological = (draft.parents >= 0) & (draft.parents < node)
         parents = jnp.where(topological, draft.parents, -1)
+
     holds_root = is_root | ~known
     tokens = jnp.where(holds_root, root[:, None], draft.tokens)
     valid = is_root | (draft.valid & known)
@@ -100,7 +105,9 @@ def sanitize_draft(
 
 
 def drop_unreachable_nodes(draft: Draft, mask: Bool[Array, "B N N"]) -> Draft:
-    """Marks nodes invalid that do not attend to the root: too deep, or below a node without a topological parent.
+    """Marks nodes invalid that do not attend to the root.
+
+    They are too deep, or below a node without a topological parent.
 
     Args:
         draft: The result of :func:`sanitize_draft`.

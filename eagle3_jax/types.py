@@ -98,7 +98,9 @@ class TargetModel(Protocol):
         aux_layers: tuple[int, ...] = (),
         length: Int[Array, " B"] | None = None,
     ) -> TargetOutput:
-        """Runs a block after the committed tokens. The cache does not change; ``Cache.commit`` is called later.
+        """Runs a block after the committed tokens.
+
+        The cache does not change; ``Cache.commit`` is called later.
 
         Args:
             params: The model's parameters.
@@ -117,12 +119,18 @@ class TargetModel(Protocol):
         ...
 
     def unembed(self, params: Any, final: Float[Array, "*rows E"]) -> Float[Array, "*rows V"]:
-        """Returns logits in float32. Separate from the forward, so a prefill computes them for one token per row."""
+        """Returns logits in float32.
+
+        Separate from the forward, so a prefill computes them for one token per row.
+        """
         ...
 
 
 class SamplingMode(enum.Enum):
-    """The work that the rows of a batch need. It is static, so a greedy batch never builds a distribution."""
+    """The work that the rows of a batch need.
+
+    It is static, so a greedy batch never builds a distribution.
+    """
 
     GREEDY = "greedy"
     TEMPERATURE = "temperature"
@@ -130,11 +138,11 @@ class SamplingMode(enum.Enum):
 
 
 class DraftSampling(enum.Enum):
-    """How a drafter chooses draft tokens from its logits, in vLLM's words. The output is exact either way.
+    """How a drafter chooses draft tokens from its logits, in vLLM's words.
 
-    ``GREEDY`` proposes the most likely token, a point mass. ``PROBABILISTIC`` samples from ``q =
-    softmax(logits / T)``, which is accepted with probability ``Σ min(p, q)``. Functions also take
-    the names, ``"greedy"`` and ``"probabilistic"``.
+    The output is exact either way. ``GREEDY`` proposes the most likely token, a point mass.
+    ``PROBABILISTIC`` samples from ``q = softmax(logits / T)``, which is accepted with probability
+    ``Σ min(p, q)``. Functions also take the names, ``"greedy"`` and ``"probabilistic"``.
     """
 
     GREEDY = "greedy"
@@ -233,7 +241,10 @@ class Verifier(Protocol):
 
     @property
     def lossless(self) -> bool:
-        """Whether the output follows the target's distribution exactly. Results and reports include it."""
+        """Whether the output follows the target's distribution exactly.
+
+        Results and reports include it.
+        """
         ...
 
     def __call__(
@@ -293,11 +304,17 @@ class Drafter(Protocol[State]):
         ...
 
     def init(self, params: Any, batch: int, capacity: int) -> State:
-        """Returns an empty state; ``B`` is the first axis of every leaf. A row has at most ``capacity`` tokens."""
+        """Returns an empty state of rows of at most ``capacity`` tokens.
+
+        ``B`` is the first axis of every leaf.
+        """
         ...
 
     def observe(self, params: Any, state: State, seen: Observation) -> State:
-        """Takes in committed tokens with the target's features; shapes and types of the state stay the same."""
+        """Takes in committed tokens with the target's features.
+
+        Shapes and types of the state stay the same.
+        """
         ...
 
     def propose(

@@ -1,13 +1,21 @@
-"""EAGLE-3 speculative decoding in one file of plain JAX: a Llama target, the draft head, chains and dynamic trees.
+"""EAGLE-3 speculative decoding in one file of plain JAX: a Llama, its draft head, chains and trees.
 
-    python examples/nano_eagle3.py                                # a chain of 3, greedy
-    python examples/nano_eagle3.py --tree 8 5 2 --temperature 0.8 # a tree: 8 nodes, 5 levels, 2 children each
-    python examples/nano_eagle3.py --target DIR --head eagle3_jax/assets/smollm2 # eagle3 convert smollm2 DIR --to vllm
+    # a chain of 3, greedy
+    python examples/nano_eagle3.py
+    # a tree: 8 nodes, 5 levels, 2 children each
+    python examples/nano_eagle3.py --tree 8 5 2 --temperature 0.8
+    # another pair, after `eagle3 convert smollm2 DIR --to vllm`
+    python examples/nano_eagle3.py --target DIR --head eagle3_jax/assets/smollm2
 
-Read it from top to bottom. One round has five steps: `propose` drafts tokens with the head, the
-target scores all of them in one forward, `verify` accepts some of them, the accepted ones enter the
-target's cache (commit) and the head's cache (observe). One sequence at a time, in float32. For the
-same seed, tokens and rounds are those of the library.
+Read it from top to bottom. One round has five steps:
+
+1. propose: the head drafts tokens;
+2. the target scores all of them in one forward;
+3. verify: some of them are accepted, and one more token is chosen;
+4. commit: the accepted tokens enter the target's cache;
+5. observe: they enter the head's cache, with the target's features.
+
+One sequence at a time, in float32. For the same seed, tokens and rounds are those of the library.
 
 Shapes: T tokens of a block, S slots of a cache, D width, V vocabulary, N nodes of a draft (the root
 included), k nodes of one level. Papers: EAGLE-3, arXiv 2503.01840; EAGLE-2 (the tree), 2406.16858;
@@ -31,6 +39,8 @@ SHIPPED = Path(__file__).resolve().parent.parent / "eagle3_jax" / "assets"
 
 
 # ----------------------------------------------------------------------------------------- networks
+
+
 class Config(NamedTuple):
     """Sizes and constants of a model. The draft head has the same attention heads as its target."""
 
@@ -45,7 +55,7 @@ class Config(NamedTuple):
 
     @property
     def aux_layers(self):
-        """EAGLE-3 reads the features that enter these three layers: a low, a middle and a high one."""
+        """The layers whose entering features EAGLE-3 reads: a low, a middle and a high one."""
         return 2, self.num_layers // 2, self.num_layers - 3
 
 
@@ -55,8 +65,9 @@ def load(directory):
     for name, array in weights.items():
         if array.dtype == jnp.bfloat16:
             weights[name] = array.astype(jnp.float32)
+    # Without an output matrix the embedding is used ("tied").
     embedding = weights.get("model.embed_tokens.weight")
-    weights.setdefault("lm_head.weight", embedding)  # tied
+    weights.setdefault("lm_head.weight", embedding)
 
     fields = json.loads((directory / "config.json").read_text())
     num_heads = fields["num_attention_heads"]
@@ -87,6 +98,8 @@ def rotate(x, positions, theta):
     angles = positions[:, None] / wavelengths
     cos = jnp.cos(angles)[:, None]
     sin = jnp.sin(angles)[:, None]
+
+    # Numbers i and i + H/2 of a head are one point of a plane, turned by the angle.
     first = x[..., :half]
     second = x[..., half:]
     rotated_first = first * cos - second * sin
@@ -110,9 +123,13 @@ def layer(w, name, config, x, residual, positions, cache, slot, mask):
         weight = w[f"{name}.self_attn.{letter}_proj.weight"]
         return (x @ weight.T).reshape(tokens, -1, config.head_dim)
 
+    # Keys and values enter the cache first. So attention reads the committed tokens and the block
+    # at once, and the mask says which of them.
     keys = rotate(project("k"), positions, config.theta)
     block = jnp.stack([keys, project("v")])
     cache = lax.dynamic_update_slice(cache, block, (0, slot, 0, 0))
+
+    # Attention. Several query heads g share a key/value head c.
     queries = rotate(project("q"), positions, config.theta)
     queries = queries.reshape(tokens, config.num_kv_heads, groups, config.head_dim)
     scores = jnp.einsum("tcgh,sch->tcgs", queries, cache[0])
@@ -123,6 +140,7 @@ def layer(w, name, config, x, residual, positions, cache, slot, mask):
     attended = attended.reshape(tokens, -1)
     residual = residual + attended @ w[f"{name}.self_attn.o_proj.weight"].T
 
+    # The gated MLP.
     x = rms_norm(residual, w[f"{name}.post_attention_layernorm.weight"], config.eps)
     gate = x @ w[f"{name}.mlp.gate_proj.weight"].T
     up = x @ w[f"{name}.mlp.up_proj.weight"].T
@@ -131,14 +149,21 @@ def layer(w, name, config, x, residual, positions, cache, slot, mask):
 
 
 def cache_mask(length, block, capacity):
-    """Returns the mask ``[T S]`` over all slots: the ``length`` committed ones, then ``block [T M]`` after them."""
+    """Returns the mask ``[T S]`` over all slots.
+
+    Every token sees the ``length`` committed ones. The mask ``block [T M]`` follows them.
+    """
     is_committed = jnp.arange(capacity) < length
     committed = jnp.broadcast_to(is_committed, (block.shape[0], capacity))
     return lax.dynamic_update_slice(committed, block, (0, length))
 
 
 def run_target(w, config, tokens, positions, cache, length, block):
-    """Returns logits ``[T V]`` after each token, features ``[T 3D]``, and the cache ``[L 2 S C H]`` with the block."""
+    """Runs the target on a block after the ``length`` committed tokens.
+
+    Returns logits ``[T V]`` after each token, features ``[T 3D]``, and the cache ``[L 2 S C H]``
+    with the block.
+    """
     x = w["model.embed_tokens.weight"][tokens]
     features = []
     layers = []
@@ -150,13 +175,18 @@ def run_target(w, config, tokens, positions, cache, length, block):
         normed = rms_norm(x, w[f"{name}.input_layernorm.weight"], config.eps)
         x, written = layer(w, name, config, normed, x, positions, cache[index], length, mask)
         layers.append(written)
+
     final = rms_norm(x, w["model.norm.weight"], config.eps)
     logits = final @ w["lm_head.weight"].T
     return logits, jnp.concatenate(features, axis=-1), jnp.stack(layers)
 
 
 def run_head(head, embedding, config, tokens, stream, positions, cache, length, block):
-    """Runs one step of the draft head, which reads each token with the ``stream`` of the position before it.
+    """Runs one step of the draft head: ``a_t = g_t + layer([norm(e(x_{t+1})); norm(g_t)])``.
+
+    It reads each token ``x_{t+1}`` with the ``stream`` of the position before it. That is ``g_t``,
+    the target's fused features. Those of a draft token are not known: the head's own output ``a``
+    replaces them.
 
     Returns the outputs ``[T D]``, which are the stream of the next tokens, and the cache ``[2 S C
     H]``. The tokens are the last T of the M slots after ``length`` that the mask ``block [T M]`` is
@@ -166,6 +196,7 @@ def run_head(head, embedding, config, tokens, stream, positions, cache, length, 
     normed = rms_norm(stream, head["midlayer.hidden_norm.weight"], config.eps)
     slot = length + block.shape[1] - block.shape[0]
     mask = cache_mask(length, block, cache.shape[1])
+
     x = jnp.concatenate([embedded, normed], axis=-1)
     head_config = config._replace(theta=config.head_theta)
     return layer(head, "midlayer", head_config, x, stream, positions, cache, slot, mask)
@@ -181,10 +212,17 @@ def head_logits(head, config, output):
 
 
 def uniforms(seed, position, purpose, count):
-    """Returns random numbers in [0, 1) that depend on the position in the text, not on the number of rounds before."""
-    key = jax.random.fold_in(jax.random.key(seed), 0)  # row 0 of a batch
+    """Returns random numbers in [0, 1).
+
+    They depend on the position in the text, not on the number of rounds before. The purpose is 0 to
+    draft and 1 to verify.
+    """
+    # The library has a batch; this is its row 0.
+    key = jax.random.fold_in(jax.random.key(seed), 0)
     key = jax.random.fold_in(key, position)
     key = jax.random.fold_in(key, purpose)
+
+    # 24 bits are what a float32 below one can hold.
     bits = jax.random.bits(key, (count,), jnp.uint32)
     return (bits >> 8).astype(jnp.float32) * 2.0**-24
 
@@ -203,9 +241,12 @@ def draw(p, dice):
     Sums of at most 64 numbers lose no mass to rounding.
     """
     if p.shape[0] <= 64:
+        # The first token whose cumulative mass is above the threshold. One without mass is never
+        # the first.
         cumulative = jnp.where(p > 0, jnp.cumsum(p), 0.0)
         threshold = dice[-1] * jnp.max(cumulative)
         return jnp.argmax(cumulative > threshold)
+
     padded = jnp.pad(p, (0, -p.shape[0] % 64))
     groups = padded.reshape(-1, 64)
     group = draw(groups.sum(axis=1), dice[:-1])
@@ -213,7 +254,10 @@ def draw(p, dice):
 
 
 def distribution(logits, temperature):
-    """Returns ``softmax(logits / temperature)``. Temperature 0 is a point mass on the most likely token."""
+    """Returns ``softmax(logits / temperature)``.
+
+    Temperature 0 is a point mass on the most likely token.
+    """
     if temperature == 0:
         likeliest = jnp.argmax(logits, axis=-1)
         return jax.nn.one_hot(likeliest, logits.shape[-1])
@@ -228,13 +272,15 @@ class Draft(NamedTuple):
 
     tokens: jax.Array  # [N]
     parents: jax.Array  # [N], -1 at the root
-    q: (
-        jax.Array | None
-    )  # [N V], the distribution that each node was sampled from; None: not sampled
+    # [N V], the distribution that each node was sampled from; None: not sampled
+    q: jax.Array | None
 
 
 class Shape(NamedTuple):
-    """A chain of ``depth`` tokens; with ``k``, a tree of ``num_nodes``. A depth of 0 is plain decoding."""
+    """A chain of ``depth`` tokens; with ``k``, a tree of ``num_nodes``.
+
+    A depth of 0 is plain decoding.
+    """
 
     depth: int
     num_nodes: int = 0
@@ -242,7 +288,7 @@ class Shape(NamedTuple):
 
 
 def draft_chain(run, output, logits, shape, to_target, vocab_size, root, temperature, dice):
-    """Drafts K tokens one after the other: the most likely ones, or samples from the head's distribution.
+    """Drafts K tokens one after the other: the most likely ones, or samples.
 
     Args:
         run: Runs the head on one level: tokens, their stream, depth and mask to outputs and logits.
@@ -258,20 +304,27 @@ def draft_chain(run, output, logits, shape, to_target, vocab_size, root, tempera
     tokens = [root]
     q = [nowhere]
     for depth in range(shape.depth):
+        # A token must be sampled from exactly the q that is declared, over the target's ids.
         q_of_head = distribution(logits, temperature)[0]
         token = to_target[draw(q_of_head, dice[depth])]
         tokens.append(token)
         q.append(nowhere.at[to_target].add(q_of_head))
+
         is_last = depth + 1 == shape.depth
         if not is_last:
             mask = jnp.ones((1, depth + 1), bool)
             output, logits = run(token[None], output, depth, mask)
+
     parents = jnp.arange(-1, shape.depth)
     return Draft(jnp.stack(tokens), parents, jnp.stack(q))
 
 
 def draft_tree(run, output, logits, shape, to_target, root):
-    """EAGLE-2: expands the k most likely nodes of each level, then keeps the ``num_nodes - 1`` most likely of all."""
+    """Drafts EAGLE-2's tree.
+
+    The score of a node is the log-probability of its path in the head. Expansion runs the head on
+    the k best nodes of each level. Reranking keeps the ``num_nodes - 1`` best of all.
+    """
     k = shape.k
 
     def top(logits):
@@ -280,6 +333,7 @@ def draft_tree(run, output, logits, shape, to_target, root):
         total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         return best - total, to_target[ids]
 
+    # The k children of the root. Candidates are numbered in the order in which they are added.
     logprobs, tokens = top(logits[0])
     scores = logprobs
     nodes = jnp.arange(k)
@@ -289,14 +343,20 @@ def draft_tree(run, output, logits, shape, to_target, root):
     all_parents = [jnp.full((k,), -1)]
     output = jnp.repeat(output, k, axis=0)
     mask = itself
+
+    # Expansion.
     for depth in range(shape.depth - 1):
+        # [k k]: the k children of each expanded node.
         output, logits = run(tokens, output, depth, mask)
-        logprobs, children = top(logits)  # [k k]: the children of each expanded node
+        logprobs, children = top(logits)
         children = children.reshape(-1)
         child_scores = (scores[:, None] + logprobs).reshape(-1)
         all_scores.append(child_scores)
         all_tokens.append(children)
         all_parents.append(jnp.repeat(nodes, k))
+
+        # Child `best` is in row `best // k`, that of its parent. It inherits the parent's output as
+        # its stream, and attends to the parent's ancestors and itself.
         scores, best = lax.top_k(child_scores, k)
         expanded = best // k
         tokens = children[best]
@@ -304,10 +364,12 @@ def draft_tree(run, output, logits, shape, to_target, root):
         output = output[expanded]
         mask = jnp.concatenate([mask[expanded], itself], axis=1)
 
-    # A parent is at least as likely as its child and has a lower number, so every chosen node's
-    # ancestors are chosen.
+    # Reranking. A parent is at least as likely as its child and has a lower number, so every chosen
+    # node's ancestors are chosen.
     _, chosen = lax.top_k(jnp.concatenate(all_scores), shape.num_nodes - 1)
     chosen = jnp.sort(chosen)
+
+    # Nodes are numbered anew: the root is 0, and the chosen ones follow in their order.
     chosen_parents = jnp.concatenate(all_parents)[chosen]
     rank = jnp.searchsorted(chosen, chosen_parents)
     parents = jnp.where(chosen_parents < 0, 0, 1 + rank)
@@ -321,6 +383,8 @@ def ancestors(parents, depth):
     """Returns the mask ``[N N]`` with which each node attends to itself and its ancestors."""
     nodes = jnp.arange(len(parents))
     mask = jnp.eye(len(parents), dtype=bool)
+
+    # `ancestor` climbs one level with every turn; -1 is above the root and equals no node.
     ancestor = parents
     for _ in range(depth):
         mask = mask | (ancestor[:, None] == nodes)
@@ -329,11 +393,12 @@ def ancestors(parents, depth):
 
 
 def verify(draft, p, accept, choose, depth):
-    """Accepts a path of the draft; the emitted tokens are distributed as if the target had sampled them one by one.
+    """Accepts a path of the draft.
 
-    A child x of the current node is accepted with probability ``min(1, p(x) / q(x))``. A rejection
-    replaces p by the normalized ``max(p - q, 0)``, for its siblings and for the token that is
-    sampled when no child is left.
+    The emitted tokens are distributed as if the target had sampled them one by one. A child x of
+    the current node is accepted with probability ``min(1, p(x) / q(x))``. A rejection replaces p by
+    the normalized ``max(p - q, 0)``, for its siblings and for the token that is sampled when no
+    child is left.
 
     Returns:
         The root and the accepted nodes (``[depth + 1]``, padded), how many are accepted, and the
@@ -346,6 +411,8 @@ def verify(draft, p, accept, choose, depth):
         point_mass = jax.nn.one_hot(token, p.shape[1])
         q = point_mass if draft.q is None else draft.q[node]
         is_child = draft.parents[node] == current
+
+        # min(1, p / q), without a division by q.
         taken = is_child & (accept[node] * q[token] < p_here[token])
 
         residual = jnp.maximum(p_here - q, 0)
@@ -353,6 +420,8 @@ def verify(draft, p, accept, choose, depth):
         normalized = residual / jnp.maximum(mass, 1e-30)
         p_rejected = jnp.where(mass > 0, normalized, p_here)
 
+        # If the node is taken, the walk goes on from there. Nodes that are not children of the
+        # current one change nothing.
         p_here = jnp.where(is_child, p_rejected, p_here)
         p_here = jnp.where(taken, p[node], p_here)
         longer_path = path.at[count + 1].set(node, mode="drop")
@@ -370,15 +439,17 @@ def verify(draft, p, accept, choose, depth):
 
 
 class State(NamedTuple):
-    """The state between rounds. The caches hold every token of the text except the newest, which was not run yet."""
+    """The state between rounds.
+
+    The caches hold every token of the text except the newest, which was not run yet.
+    """
 
     text: jax.Array  # [S]
     length: jax.Array
     cache: jax.Array  # [L 2 S C H], the target's
     head_cache: jax.Array  # [2 S C H]
-    output: (
-        jax.Array
-    )  # [1 D], the head's output at the newest token, from which the first draft token follows
+    # [1 D], the head's output at the newest token: the first draft token follows from it
+    output: jax.Array
     stopped: jax.Array
     rounds: jax.Array
     accepted: jax.Array
@@ -386,17 +457,25 @@ class State(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("config", "shape", "max_new_tokens", "temperature"))
 def generate(w, head, prompt, seed, *, config, shape, max_new_tokens, temperature=0.0):
-    """Generates in one program. Returns the final state; ``text[: length]`` is prompt and output."""
+    """Generates in one program.
+
+    Returns the final state; its ``text[:length]`` is prompt and output.
+    """
     prompt_length = len(prompt)
     vocab_size = w["lm_head.weight"].shape[0]
     limit = prompt_length + max_new_tokens
+    # A round at the limit still needs slots for all nodes of its draft.
     capacity = limit + max(shape.num_nodes, shape.depth + 1, shape.k * shape.depth)
     kv_shape = (2, capacity, config.num_kv_heads, config.head_dim)
     embedding = w["model.embed_tokens.weight"]
+    # `d2t` holds differences: target id minus draft id.
     to_target = jnp.arange(len(head["d2t"])) + head["d2t"]
 
     def observe(tokens, features, cache, length, newest):
-        """Runs the head on committed tokens, whose features are known now: the pairs (feature of t, token t + 1)."""
+        """Runs the head on committed tokens, whose features are known now.
+
+        It reads the pairs (feature of t, token t + 1).
+        """
         count = len(tokens)
         causal = jnp.tril(jnp.ones((count, count), bool))
         positions = length + jnp.arange(count)
@@ -412,9 +491,12 @@ def generate(w, head, prompt, seed, *, config, shape, max_new_tokens, temperatur
         length = state.length - 1
         if shape.depth == 0:
             return Draft(root[None], jnp.array([-1]), None)
-        caches = [state.head_cache]  # the last one has the guesses; it is not kept after the round
+
+        # The last one has the guesses. It is not kept after the round.
+        caches = [state.head_cache]
 
         def run(tokens, output, depth, mask):
+            # All nodes of a level share a position.
             positions = jnp.full(tokens.shape, length + depth)
             output, cache = run_head(
                 head, embedding, config, tokens, output, positions, caches[-1], length, mask
@@ -425,6 +507,7 @@ def generate(w, head, prompt, seed, *, config, shape, max_new_tokens, temperatur
         logits = head_logits(head, config, state.output)
         if shape.k:
             return draft_tree(run, state.output, logits, shape, to_target, root)
+
         digits = num_digits(logits.shape[1])
         dice = uniforms(seed, state.length, 0, shape.depth * digits)
         dice = dice.reshape(shape.depth, digits)
@@ -435,6 +518,9 @@ def generate(w, head, prompt, seed, *, config, shape, max_new_tokens, temperatur
     def one_round(state):
         """Proposes, verifies, commits, observes."""
         draft = propose(state)
+
+        # The target scores all nodes at once. Each sees its ancestors, and its position is that of
+        # its level.
         length = state.length - 1
         num_nodes = len(draft.tokens)
         mask = ancestors(draft.parents, shape.depth)
@@ -442,6 +528,7 @@ def generate(w, head, prompt, seed, *, config, shape, max_new_tokens, temperatur
         logits, features, cache = run_target(
             w, config, draft.tokens, length + level, state.cache, length, mask
         )
+
         p = distribution(logits, temperature)
         dice = uniforms(seed, state.length, 1, num_nodes + num_digits(vocab_size))
         nodes, count, token = verify(draft, p, dice[:num_nodes], dice[num_nodes:], shape.depth)
@@ -450,6 +537,8 @@ def generate(w, head, prompt, seed, *, config, shape, max_new_tokens, temperatur
         # are ignored.
         accepted = cache[:, :, length + nodes]
         cache = lax.dynamic_update_slice(cache, accepted, (0, 0, length, 0, 0))
+
+        # Observe: after the root come the accepted tokens, then the token that verification gives.
         emitted = jnp.roll(draft.tokens[nodes], -1)
         emitted = emitted.at[count].set(token)
         output, head_cache = observe(emitted, features[nodes], state.head_cache, length, count)
@@ -461,6 +550,8 @@ def generate(w, head, prompt, seed, *, config, shape, max_new_tokens, temperatur
         until_stop = jnp.minimum(jnp.argmax(is_stop) + 1, room)
         num_new = jnp.where(is_stop.any(), until_stop, room)
         is_new = index < num_new
+
+        # Tokens that are not new go to a slot beyond the capacity, where writes are dropped.
         slots = jnp.where(is_new, state.length + index, capacity)
         new_length = state.length + num_new
         return State(
@@ -481,11 +572,13 @@ def generate(w, head, prompt, seed, *, config, shape, max_new_tokens, temperatur
     logits, features, cache = run_target(w, config, prompt, positions, empty_cache, 0, causal)
     p = distribution(logits[-1:], temperature)[0]
     first = draw(p, uniforms(seed, prompt_length, 1, num_digits(vocab_size)))
+
     text = jnp.zeros((capacity,), jnp.int32)
     text = text.at[:prompt_length].set(prompt)
     text = text.at[prompt_length].set(first)
     next_tokens = text[1 : prompt_length + 1]
     output, head_cache = observe(next_tokens, features, jnp.zeros(kv_shape), 0, prompt_length - 1)
+
     state = State(
         text=text,
         length=jnp.int32(prompt_length + 1),
@@ -518,6 +611,7 @@ def main():
         "--head", type=Path, default=SHIPPED / "eagle3", help="Directory of its EAGLE-3 head."
     )
     options = parser.parse_args()
+
     w, config = load(options.target)
     head, head_config = load(options.head)
     config = config._replace(head_theta=head_config.theta)
@@ -527,6 +621,7 @@ def main():
     if options.tree:
         num_nodes, depth, k = options.tree
         shape = Shape(depth, num_nodes, k)
+
     for name, draft_shape in (("plain", Shape(0)), ("EAGLE-3", shape)):
         run = functools.partial(
             generate,
@@ -539,10 +634,12 @@ def main():
             max_new_tokens=options.max_new_tokens,
             temperature=options.temperature,
         )
-        jax.block_until_ready(run())  # compiles
+        # The first call compiles.
+        jax.block_until_ready(run())
         start = time.perf_counter()
         state = jax.block_until_ready(run())
         seconds = time.perf_counter() - start
+
         length = int(state.length)
         num_new = length - len(prompt)
         print(tokenizer.decode(state.text[:length].tolist()))

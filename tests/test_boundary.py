@@ -92,7 +92,7 @@ NOT_DRAFTERS = {
     ),
     "something else": (
         Bare(),
-        "Bare is no drafter: it has no max_depth, aux_layers, init, observe, propose",
+        "Bare is not a drafter: it has no max_depth, aux_layers, init, observe, propose",
     ),
     "no hash": (Unhashable(), "Unhashable has no hash.*frozen dataclass.*arrays in params"),
     "no nodes": (replaced(num_nodes=0), r"num_nodes is 0; expected a whole number"),

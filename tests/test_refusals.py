@@ -65,7 +65,7 @@ METHODS: Refusals = [
     (lambda: Suffix(max_suffix=0), "expected at least 1"),
     (lambda: Suffix(min_probability=2.0), r"min_probability is 2.0; expected 0 to 1"),
     (lambda: Fallback(HEAD.drafter, NGram(3)), "first is Eagle3Drafter, which has parameters"),
-    (lambda: Fallback(NGram(3), HEAD), "LoadedDrafter is no drafter"),
+    (lambda: Fallback(NGram(3), HEAD), "LoadedDrafter is not a drafter"),
     (lambda: tiny.dflash(TARGET, Chain(5)), "a block of 5 predicts 4 tokens"),
     (lambda: tiny.dflash(TARGET, Chain(6), from_anchor=True), "a block of 5 predicts 5 tokens"),
     (
@@ -236,7 +236,7 @@ PARTS: Refusals = [
     (lambda: with_processors(TARGET, NGram(3)), "NGram.* is no logits processor"),
 ]
 MESHES: Refusals = [
-    (lambda: parse_mesh("model=4,pipe=2"), "'pipe' is no axis; the axes are data and model"),
+    (lambda: parse_mesh("model=4,pipe=2"), "'pipe' is not an axis; the axes are data and model"),
     (
         lambda: parse_mesh("model=four"),
         "the size of model is 'four'; expected a number from 1, as in model=4,data=2",

@@ -34,6 +34,7 @@ def keep_compiled_programs(directory: str | None) -> None:
     folder = cache_directory("compiled") if directory is None else Path(directory)
     if folder is None:
         return
+
     if directory == "":
         raise ValueError("--compilation-cache is empty; give a directory or 'none'")
     with contextlib.suppress(OSError):
@@ -44,6 +45,7 @@ def keep_compiled_programs(directory: str | None) -> None:
         raise ValueError(
             f"--compilation-cache {directory}: cannot be written; give another directory or 'none'"
         )
+
     # JAX compiles a damaged entry again, so the user need not act on the warning.
     warnings.filterwarnings("ignore", message=".*persistent compilation cache")
     if jax.config.jax_compilation_cache_max_size == -1:  # type: ignore[attr-defined]
@@ -55,12 +57,14 @@ def keep_compiled_programs(directory: str | None) -> None:
 
 
 def _make_prunable(folder: Path) -> None:
-    """Gives every program a file for the time of its last use, which JAX writes only when it prunes.
+    """Gives every program a file for the time of its last use.
 
-    JAX before 0.12 writes nothing to a directory in which such a file is missing. An empty file
-    counts as the oldest; the next use of the program writes the time.
+    JAX writes these files only when it prunes. JAX before 0.12 writes nothing to a directory in
+    which one is missing. An empty file counts as the oldest; the next use of the program writes the
+    time.
     """
-    with contextlib.suppress(OSError):  # another user's file, in a shared directory
+    # In a shared directory a file can be another user's.
+    with contextlib.suppress(OSError):
         for program in folder.glob("*-cache"):
             used = program.with_name(program.name.removesuffix("-cache") + "-atime")
             if not used.exists():

@@ -1,4 +1,4 @@
-"""Runs a batch a few rows at a time, so that the temporary memory of a prefill does not grow with the batch."""
+"""Runs a batch a few rows at a time, so that a prefill's memory does not grow with the batch."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ FEWEST_TOKENS = 256
 
 
 def rows_per_group(batch: int, tokens: int, capacity: int) -> int:
-    """Returns how many rows go through one forward: the whole batch if it has at most :data:`TOKENS` tokens per device.
+    """Returns how many rows go through one forward.
 
-    A larger batch is split into equal groups within the limits above. The result divides ``batch``,
-    and the data axis of a mesh divides the result.
+    It is the whole batch if that has at most :data:`TOKENS` tokens per device. A larger batch is
+    split into equal groups within the limits above. The result divides ``batch``, and the data axis
+    of a mesh divides the result.
 
     Args:
         batch: ``B``, rows.
@@ -53,10 +54,12 @@ def map_groups(run: Callable[[In], Out], rows: In, size: int) -> Out:
     groups = len(leaves[0]) // size
     if groups == 1:
         return run(rows)
+
     # Group g has rows g, g + groups, ...: a device of a mesh holds consecutive rows, so every group
     # uses all devices.
     grouped = [leaf.reshape(size, groups, *leaf.shape[1:]) for leaf in leaves]
 
+    # The structure of the result is known once a group has been traced.
     out_treedef: Any = None
 
     def run_group(index: jax.Array | int) -> list[jax.Array]:

@@ -17,10 +17,16 @@ _BASE = 64
 _ONE_KERNEL = 16_384
 # Uniforms are multiples of 2^-24: a float32 below one has 24 bits.
 _BITS = 24
+# `_fold` adds blocks of this many numbers, at most `_MOST_BLOCKS` in one operation.
+_LANES = 64
+_MOST_BLOCKS = 16
 
 
 class Largest(NamedTuple):
-    """The largest element of each row, and the lowest index that holds it. A NaN counts as the largest."""
+    """The largest element of each row, and the lowest index that holds it.
+
+    A NaN counts as the largest.
+    """
 
     value: Float[Array, "*B"]
     index: Int[Array, "*B"]
@@ -32,7 +38,9 @@ def argmax(x: Float[Array, "*B V"]) -> Int[Array, "*B"]:
 
 
 def largest(x: Float[Array, "*B V"]) -> Largest:
-    """Returns the largest element and its lowest index. If an element is NaN, the index is arbitrary on CPUs.
+    """Returns the largest element and its lowest index.
+
+    If an element is NaN, the index is arbitrary on CPUs.
 
     XLA's CPU backend scans for it element by element. Finding the maximum, and then the lowest
     index that holds it, takes a fifth of the time (60 rows of 4,096: 244 instead of 1,212
@@ -59,6 +67,7 @@ def _largest_of_pieces(x: Float[Array, "*B V"]) -> Largest:
     """
     pieces = -(-x.shape[-1] // _ONE_KERNEL)
     missing = -x.shape[-1] % pieces
+
     padding = [(0, 0)] * (x.ndim - 1) + [(0, missing)]
     padded = jnp.pad(x, padding, constant_values=-jnp.inf)
     split = padded.reshape(*x.shape[:-1], pieces, -1)
@@ -83,7 +92,10 @@ def _largest_of_pieces(x: Float[Array, "*B V"]) -> Largest:
 
 
 def uniforms(keys: Key[Array, " B"], count: int) -> Float[Array, "B count"]:
-    """Returns ``count`` uniforms in [0, 1) per row, multiples of 2^-24 (``jax.random.uniform`` has one bit less)."""
+    """Returns ``count`` uniforms in [0, 1) per row, multiples of 2^-24.
+
+    ``jax.random.uniform`` has one bit less.
+    """
     bits = jax.vmap(lambda key: jax.random.bits(key, (count,), jnp.uint32))(keys)
     return (bits >> (32 - _BITS)).astype(jnp.float32) * 2.0**-_BITS
 
@@ -109,6 +121,9 @@ def draw(p: Float[Array, "*B V"], uniforms: Float[Array, "*B U"]) -> Int[Array, 
             f"{uniforms.shape[-1]} uniforms for a draw from {p.shape[-1]} tokens; expected"
             f" {num_digits(p.shape[-1])}, one for each digit (num_digits)"
         )
+
+    # The first digit chooses among the largest groups, each further one among the 64 members of the
+    # group that was chosen.
     *lower, masses = _sum_groups(p)
     token = _invert_cumulative(masses, uniforms[..., 0])
     for digit, masses in enumerate(reversed(lower), 1):
@@ -120,7 +135,10 @@ def draw(p: Float[Array, "*B V"], uniforms: Float[Array, "*B U"]) -> Int[Array, 
 
 
 def num_digits(vocab_size: int) -> int:
-    """Returns ``U``, the number of uniforms of a draw: 1 up to 64 tokens, 2 up to 4,096, 3 up to 262,144."""
+    """Returns ``U``, the number of uniforms of a draw.
+
+    It is 1 up to 64 tokens, 2 up to 4,096 and 3 up to 262,144.
+    """
     digits = 1
     while _BASE**digits < vocab_size:
         digits += 1
@@ -128,7 +146,7 @@ def num_digits(vocab_size: int) -> int:
 
 
 def _sum_groups(p: Float[Array, "*B V"]) -> list[Float[Array, "*B _"]]:
-    """Returns the masses of all tokens, of all groups of 64 tokens, of groups of 64 groups, ... until 64 remain."""
+    """Returns the masses of all tokens, of groups of 64 tokens, ... until at most 64 remain."""
     levels = [p]
     while levels[-1].shape[-1] > _BASE:
         levels.append(jnp.sum(_split_groups(levels[-1]), axis=-1))
@@ -159,21 +177,24 @@ def _invert_cumulative(
 def scatter_tokens(
     buffer: Float[Array, "B C S H"], slots: Int[Array, "B T"], new: Float[Array, "B C T H"]
 ) -> Float[Array, "B C S H"]:
-    """Writes each token to its slot. The slots of a row must differ; slots beyond the capacity are dropped."""
+    """Writes each token to its slot.
+
+    The slots of a row must differ. Tokens for slots beyond the capacity are dropped.
+    """
     if slots.size == 1:
         # XLA turns a single write into a slice update, fuses it into every reader of the buffer,
         # and copies the buffer for each. A second write, which is dropped, prevents that.
         slots = jnp.concatenate([slots, slots + buffer.shape[2]], axis=1)
         new = jnp.concatenate([new, new], axis=2)
-    # `unique_indices`: otherwise a GPU under deterministic operations makes the writes one after
-    # the other.
     new = new.astype(buffer.dtype)
 
+    # `unique_indices`: otherwise a GPU under deterministic operations makes the writes one after
+    # the other.
     def write_by_head(buffer: Array, slots: Array, new: Array) -> Array:
         # Row by row and head by head, so that a device which holds some heads writes only those.
-        write = lambda buffer, slots, new: buffer.at[slots].set(
-            new, mode="drop", unique_indices=True
-        )
+        def write(buffer: Array, slots: Array, new: Array) -> Array:
+            return buffer.at[slots].set(new, mode="drop", unique_indices=True)
+
         return jax.vmap(jax.vmap(write, (0, None, 0)))(buffer, slots, new)
 
     def write_together(buffer: Array, slots: Array, new: Array) -> Array:
@@ -191,10 +212,10 @@ def gather_tokens(
     buffer: Float[Array, "B C S H"], slots: Int[Array, "B T"]
 ) -> Float[Array, "B C T H"]:
     """Reads the token in each slot. Slots must be within the capacity."""
-    if (
-        not jax.sharding.get_abstract_mesh().empty
-    ):  # a mesh would gather the buffers for what follows
+    # A mesh would gather the buffers for the second way.
+    if not jax.sharding.get_abstract_mesh().empty:
         return jnp.take_along_axis(buffer, slots[:, None, :, None], axis=2)
+
     # One index for each head, too: for tokens of all heads at once TPUs transpose the buffers (64
     # MiB each at batch 8).
     rows = jnp.arange(buffer.shape[0])[:, None, None]
@@ -202,12 +223,8 @@ def gather_tokens(
     return buffer[rows, heads, slots[:, None]]
 
 
-_LANES = 64
-_MOST_BLOCKS = 16
-
-
 def ordered_sum(x: Float[Array, "*rows D"]) -> Float[Array, "*rows 1"]:
-    """Returns the sum over the last axis; on CPUs the order of additions depends only on the length of a row.
+    """Returns the sum over the last axis, on CPUs in an order that only a row's length decides.
 
     XLA's CPU backend chooses the order of a reduction by its whole shape, so a row would have
     different bits in a batch of another size. Here blocks of 64 numbers are added one after the
@@ -242,6 +259,8 @@ def _fold(
     size = x.shape[-1]
     if size == 1:
         return x
+
+    # Blocks, one after the other.
     pad = functools.partial(jnp.pad, constant_values=neutral)
     padding = [(0, 0)] * (x.ndim - 1) + [(0, -size % _LANES)]
     blocks = pad(x, padding).reshape(*x.shape[:-1], -1, _LANES)
@@ -251,9 +270,9 @@ def _fold(
         padding = [(0, 0)] * (blocks.ndim - 2) + [(0, missing), (0, 0)]
         groups = pad(blocks, padding).reshape(*x.shape[:-1], -1, count, _LANES)
         blocks = functools.reduce(operation, [groups[..., index, :] for index in range(count)])
-    lanes = lax.optimization_barrier(
-        blocks[..., 0, :]
-    )  # else one fusion would repeat the operations for every lane
+
+    # The lanes, in pairs. Without the barrier one fusion would repeat all operations for each lane.
+    lanes = lax.optimization_barrier(blocks[..., 0, :])
     while lanes.shape[-1] > 1:
         half = lanes.shape[-1] // 2
         lanes = operation(lanes[..., :half], lanes[..., half:])

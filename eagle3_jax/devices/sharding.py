@@ -23,6 +23,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 DATA = "data"
 MODEL = "model"
 MESH_AXES = (DATA, MODEL)
+_FORM = "as in model=4,data=2"
 
 
 class Axis(NamedTuple):
@@ -71,9 +72,10 @@ def parse_mesh(text: str) -> dict[str, int]:
         name, _, size = (piece.strip() for piece in part.partition("="))
         if name not in MESH_AXES:
             raise ValueError(
-                f"mesh {text!r}: {name!r} is no axis; the axes are {' and '.join(MESH_AXES)},"
+                f"mesh {text!r}: {name!r} is not an axis; the axes are {' and '.join(MESH_AXES)},"
                 f" {_FORM}"
             )
+
         if name in sizes:
             raise ValueError(f"mesh {text!r} names {name} twice; give each axis once, {_FORM}")
         if not size.isascii() or not size.isdecimal() or len(size) > 6 or int(size) < 1:
@@ -82,9 +84,6 @@ def parse_mesh(text: str) -> dict[str, int]:
             )
         sizes[name] = int(size)
     return dict.fromkeys(MESH_AXES, 1) | sizes
-
-
-_FORM = "as in model=4,data=2"
 
 
 def make_mesh(
@@ -112,6 +111,7 @@ def make_mesh(
             raise ValueError(
                 f"a mesh of {name}={size!r}; expected numbers from 1 for {' and '.join(MESH_AXES)}"
             )
+
     shape = tuple(axes.get(name, 1) for name in MESH_AXES)
     devices = jax.devices() if devices is None else list(devices)
     if math.prod(shape) != len(devices):
@@ -121,6 +121,7 @@ def make_mesh(
             f" {math.prod(shape)} devices and there {'is' if len(devices) == 1 else 'are'}"
             f" {len(devices)} ({kind}); give sizes whose product is that"
         )
+
     return jax.make_mesh(
         shape, MESH_AXES, devices=devices, axis_types=(AxisType.Auto,) * len(shape)
     )
@@ -172,14 +173,15 @@ def param_shardings(mesh: Mesh | AbstractMesh, part: Any, params: Any) -> Any:
         sharding = NamedSharding(mesh, PartitionSpec(*names))
         return leaf.divided(sharding) if hasattr(leaf, "divided") else sharding
 
+    # A drafter also names the axes of arrays that it may borrow and that are not here.
     axes = part.param_axes()
-    if isinstance(params, dict):  # a drafter also names axes of arrays that it may borrow
+    if isinstance(params, dict):
         axes = {name: axes[name] for name in params}
     return jax.tree.map(shard, params, axes, is_leaf=lambda node: hasattr(node, "divided"))
 
 
 def _mesh_axis(mesh: Mesh | AbstractMesh, axis: Axis) -> str | None:
-    """Returns the mesh axis that divides an array axis, or ``None`` if every device holds the whole axis."""
+    """Returns the mesh axis that divides an array axis; ``None`` if devices hold the whole axis."""
     rule = AXIS_RULES[axis.name]
     size = mesh.shape[rule.mesh_axis]
     if axis.parts % size == 0:
@@ -194,10 +196,11 @@ def _mesh_axis(mesh: Mesh | AbstractMesh, axis: Axis) -> str | None:
 
 
 def row_shardings(mesh: Mesh | AbstractMesh, tree: Any) -> Any:
-    """Returns a ``NamedSharding`` for every leaf of prompts, a state or a round: ``data`` divides the rows.
+    """Returns a ``NamedSharding`` for every leaf of prompts, a state or a round.
 
-    A node with an attribute ``axes``, such as :class:`eagle3_jax.cache.KeyValues`, names the axes
-    of its leaves. An axis that the mesh does not divide evenly stays whole.
+    ``data`` divides the rows. A node with an attribute ``axes``, such as
+    :class:`eagle3_jax.cache.KeyValues`, names the axes of its leaves. An axis that the mesh does
+    not divide evenly stays whole.
 
     Args:
         mesh: A mesh of ``data`` and ``model``.
@@ -238,16 +241,14 @@ def check_rows(mesh: Mesh | AbstractMesh, batch: int) -> None:
 
 
 def on_rows(tree: Any) -> Any:
-    """Constrains prompts or a state to :func:`row_shardings`, in a program that is traced under ``jax.set_mesh``.
+    """Constrains prompts or a state to :func:`row_shardings`, in a traced program.
 
-    Without a mesh it returns them unchanged.
+    Without a mesh (``jax.set_mesh``) it returns them unchanged.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    return (
-        tree
-        if DATA not in mesh.axis_names
-        else jax.lax.with_sharding_constraint(tree, row_shardings(mesh, tree))
-    )
+    if DATA not in mesh.axis_names:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, row_shardings(mesh, tree))
 
 
 def on_a_mesh() -> bool:
@@ -256,7 +257,7 @@ def on_a_mesh() -> bool:
 
 
 def rows_spec(batch: int) -> PartitionSpec:
-    """Returns the ``PartitionSpec`` of rows in the traced program: ``data``, if that divides ``batch``."""
+    """Returns the ``PartitionSpec`` of rows in a traced program: ``data``, if that divides them."""
     size = jax.sharding.get_abstract_mesh().shape.get(DATA, 1)
     return PartitionSpec(DATA if batch % size == 0 else None)
 
@@ -267,12 +268,18 @@ def divides_rows() -> bool:
 
 
 def under(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Returns the context in which programs are traced and called: ``jax.set_mesh``, or nothing without a mesh."""
+    """Returns the context in which programs are traced and called.
+
+    It is ``jax.set_mesh``, or nothing without a mesh.
+    """
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def place_rows(tree: Any, mesh: Mesh | None) -> Any:
-    """Moves prompts or a state to a mesh, whose ``data`` axis divides their rows; without a mesh returns them."""
+    """Moves prompts or a state to a mesh, whose ``data`` axis divides their rows.
+
+    Without a mesh it returns them.
+    """
     return tree if mesh is None else place(tree, row_shardings(mesh, tree))
 
 
@@ -291,6 +298,7 @@ def place(tree: Any, shardings: Any) -> Any:
 def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:
     if sharding.is_fully_addressable or not getattr(leaf, "is_fully_addressable", True):
         return jax.device_put(leaf, sharding)
+
     # Every process has the whole array and puts the shards of its own devices.
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(
@@ -300,7 +308,10 @@ def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def to_host(tree: Any) -> Any:
-    """Copies a pytree to the host. Arrays sharded over processes are gathered, so every process must call this."""
+    """Copies a pytree to the host.
+
+    Arrays sharded over processes are gathered, so every process must call this.
+    """
 
     def gather(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
@@ -311,7 +322,9 @@ def to_host(tree: Any) -> Any:
 
 
 def put_shards(leaf: Any, dtype: Any, sharding: NamedSharding) -> jax.Array:
-    """Copies a host array to devices in another dtype; each device gets only its shard, which is converted for it.
+    """Copies a host array to devices in another dtype.
+
+    Each device gets only its shard, which is converted for it.
 
     Args:
         leaf: A numpy array. Only those parts of a mapped file are read that a device of this
@@ -337,8 +350,12 @@ def put_array(leaf: np.ndarray, dtype: Any, device: jax.Device | None = None) ->
     if jax.default_backend() == "cpu":
         # JAX would not copy an array in order at all, and its memory may be that of a file.
         return jax.device_put(leaf.astype(dtype, copy=leaf.flags.c_contiguous), device)
+
+    # The smaller type is copied: fewer bytes.
     if jnp.dtype(dtype).itemsize < leaf.dtype.itemsize:
-        leaf = leaf.astype(dtype)  # fewer bytes to copy
+        leaf = leaf.astype(dtype)
+    # An array that is in order only after a transposition is copied in that order, and transposed
+    # on the device.
     order = np.argsort(np.negative(leaf.strides), kind="stable")
     stored = jax.device_put(leaf.transpose(order), device)
     back = tuple(np.argsort(order).tolist())

@@ -1,4 +1,7 @@
-"""Drafting methods, one file each. All of them implement the protocol ``eagle3_jax.types.Drafter``."""
+"""Drafting methods, one file each.
+
+All of them implement the protocol ``eagle3_jax.types.Drafter``.
+"""
 
 from eagle3_jax.drafters.dflash import DFlashConfig, DFlashDrafter, Markov
 from eagle3_jax.drafters.draft_model import DraftModel, DraftModelState, draft_model, layer_skip

@@ -1,4 +1,4 @@
-"""The parts of a drafter that are not its method: the shape of a draft, and the parameters of a network."""
+"""The parts of a drafter that are not its method: a draft's shape, a network's parameters."""
 
 from __future__ import annotations
 
@@ -40,9 +40,8 @@ def grow(
     if isinstance(topology, Chain):
         return sample_chain(topology, inputs) if sampled else grow_chain(topology, inputs)
     if isinstance(topology, StaticTree):
-        return (
-            sample_static_tree(topology, inputs) if sampled else grow_static_tree(topology, inputs)
-        )
+        grow_tree = sample_static_tree if sampled else grow_static_tree
+        return grow_tree(topology, inputs)
     return grow_dynamic_tree(topology, inputs)
 
 
@@ -59,13 +58,13 @@ class ShapedDrafter:
 
     @property
     def shape(self) -> Topology:
-        """The topology. Default: a chain of ``eagle3_jax.topology.default_draft_length`` for one row."""
+        """The topology. Default: a chain of ``topology.default_draft_length()`` tokens."""
         return self.topology or Chain(default_draft_length())
 
     def settle_shape(self, *, vocab_size: int, max_positions: int) -> None:
-        """Converts ``draft_sampling`` from its name, and checks that the network can give a draft of this shape.
+        """Checks that the network can give a draft of this shape.
 
-        For ``__post_init__``.
+        For ``__post_init__``. It also converts ``draft_sampling`` from its name.
 
         Args:
             vocab_size: Number of tokens that it chooses from.
@@ -79,6 +78,7 @@ class ShapedDrafter:
         topology = self.topology
         if topology is None:
             return
+
         width = topology.top_k if isinstance(topology, DynamicTree) else 1
         if isinstance(topology, StaticTree):
             ranks = [rank for path in topology.paths for rank in path]
@@ -88,12 +88,14 @@ class ShapedDrafter:
                 f"the tree draws {width} children from a draft vocabulary of {vocab_size}; lower"
                 " top_k"
             )
+
         if topology.max_depth >= max_positions:
             raise ValueError(
                 f"a draft of {topology.max_depth} levels is above the limit of the head, which has"
                 f" {max_positions} positions; lower num_speculative_tokens or max_depth to at most"
                 f" {max_positions - 1}"
             )
+
         if self.draft_sampling is DraftSampling.PROBABILISTIC and isinstance(topology, DynamicTree):
             raise ValueError(
                 "draft_sampling is probabilistic and the draft a dynamic tree, whose tokens are the"
@@ -119,15 +121,19 @@ class ShapedDrafter:
     def with_topology(
         self, topology: Topology | None, draft_sampling: DraftSampling | str | None
     ) -> ShapedDrafter:
-        """Returns the drafter with another topology or way of choosing tokens; ``None`` keeps the present one.
+        """Returns the drafter with another topology or way of choosing tokens.
+
+        ``None`` keeps the present one.
 
         Raises:
             ValueError: The draft would be a dynamic tree with sampled tokens, or wider than the
                 draft vocabulary.
         """
         sampling = self.draft_sampling if draft_sampling is None else draft_sampling
-        return dataclasses.replace(  # type: ignore[type-var]
-            self, topology=topology or self.topology, draft_sampling=sampling
+        return dataclasses.replace(
+            self,  # type: ignore[type-var]
+            topology=topology or self.topology,
+            draft_sampling=sampling,
         )
 
     def grow(self, inputs: DraftInputs) -> tuple[Draft, Any]:
@@ -148,10 +154,10 @@ class NetworkDrafter(ShapedDrafter):
     #: Configuration of the network. It has at least ``vocab_size``, ``draft_vocab_size``,
     #: ``target_width``, ``aux_layers`` and ``max_positions``.
     config: Any
-    topology: Topology | None = (
-        None  #: The shape of a draft; by default a chain of the default length.
-    )
-    precision: Precision = FLOAT32  #: Types of the network's products and activations.
+    #: The shape of a draft; by default a chain of the default length.
+    topology: Topology | None = None
+    #: Types of the network's products and activations.
+    precision: Precision = FLOAT32
     #: Whether the tokens of a chain or a static tree are the most likely ones or sampled.
     draft_sampling: DraftSampling = DraftSampling.GREEDY
 
@@ -233,16 +239,23 @@ class FinalStateConfig:
     """Configuration of a head that reads only the target's final state: EAGLE-1 and MTP.
 
     The head has the target's width and its whole vocabulary.
+
+    Attributes:
+        vocab_size: ``V``.
+        width: ``D``.
+        layers: The head's own layers.
+        num_target_layers: ``L`` of the target, whose state after the final norm is feature ``L +
+            1``.
+        max_positions: Longest sequence that the head was built for.
+        norm_eps: Added to the mean square in RMSNorm.
     """
 
-    vocab_size: int  #: ``V``.
-    width: int  #: ``D``.
-    layers: tuple[LayerConfig, ...]  #: The head's own layers.
-    num_target_layers: (
-        int  #: ``L`` of the target, whose state after the final norm is feature ``L + 1``.
-    )
-    max_positions: int = 2048  #: Longest sequence that the head was built for.
-    norm_eps: float = 1e-6  #: Added to the mean square in RMSNorm.
+    vocab_size: int
+    width: int
+    layers: tuple[LayerConfig, ...]
+    num_target_layers: int
+    max_positions: int = 2048
+    norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
         check_head(self)

@@ -5,20 +5,19 @@ A small network of Qwen3 layers reads a block ``[x_n, mask, mask, ...]`` after t
 through the target's features: at every position ``c_i = norm(fc(f_i))``, from which each layer
 computes keys and values. Those of the block itself are dropped.
 
-========  =======================================================================================================
-DFlash    Mask row ``k`` predicts its own position: ``q_k = softmax(logits_k)``, independently of
-the other rows
-          (arXiv 2602.06036). Every row attends to the whole block, so another block length changes
-          all predictions.
-JetSpec   The same, but a row attends only to the rows before it (``causal``; arXiv 2606.18394). So
-a shorter block
-          is a prefix of a longer one.
-DSpark    ``q_k = softmax(logits_k + W2 W1[d_{k-1}])``: a first-order bias by the token before
-(arXiv 2607.05147).
-          Mostly the anchor row predicts as well (``from_anchor``: row ``k`` predicts the next
-          position, ``K`` rows). A confidence ``sigmoid(w [h_k; W1[d_{k-1}]] + b)`` estimates the
-          probability of acceptance.
-========  =======================================================================================================
+DFlash (arXiv 2602.06036)
+    Mask row ``k`` predicts its own position: ``q_k = softmax(logits_k)``, independently of the
+    other rows. Every row attends to the whole block, so another block length changes all
+    predictions.
+
+JetSpec (arXiv 2606.18394)
+    The same, but a row attends only to the rows before it (``causal``). So a shorter block is a
+    prefix of a longer one.
+
+DSpark (arXiv 2607.05147)
+    ``q_k = softmax(logits_k + W2 W1[d_{k-1}])``: a first-order bias by the token before. Mostly the
+    anchor row predicts as well (``from_anchor``: row ``k`` predicts the next position, ``K`` rows).
+    A confidence ``sigmoid(w [h_k; W1[d_{k-1}]] + b)`` estimates the probability of acceptance.
 
 A tree needs no further pass: the score of a child is its probability at its level (DDTree, arXiv
 2604.12989). With DSpark it includes the bias by the parent's token. With ``top_k = num_nodes - 1``
@@ -119,6 +118,7 @@ class DFlashConfig:
     def __post_init__(self) -> None:
         check_stack(self)
         check_drafting(self)
+
         if self.draft_vocab_size < self.vocab_size and not self.own_output:
             raise ValueError(
                 f"draft_vocab_size is {self.draft_vocab_size} of {self.vocab_size} without"
@@ -129,6 +129,7 @@ class DFlashConfig:
                 "the layers differ or have a sliding window; the layers of a block drafter are"
                 " equal, without a window"
             )
+
         if not 0 <= self.mask_token < self.vocab_size:
             raise ValueError(
                 f"mask_token is {self.mask_token}; expected a token id from 0 to"
@@ -138,6 +139,7 @@ class DFlashConfig:
             raise ValueError(
                 f"block_size is {self.block_size}; expected room for a token to predict"
             )
+
         if self.confidence == "markov" and self.markov is None:
             raise ValueError(
                 "the confidence reads the markov embedding, but there is none; set markov"
@@ -165,6 +167,7 @@ class MarkovBias(nnx.Module):
         self.before = nnx.Param(
             jax.random.normal(rngs.params(), (config.vocab_size, rank), jnp.float32) * 0.01
         )
+
         vocab = Axis(VOCAB, config.draft_vocab_size)
         self.after = Linear(rank, config.draft_vocab_size, axes=(None, vocab), **options)
         if self.type == "gated":
@@ -212,24 +215,23 @@ class DFlashHead(nnx.Module):
             [Block(layer, width=width, norm_eps=eps, **options) for layer in config.layers]
         )
         self.norm = RMSNorm(width, eps)
+
         if config.own_output:
             vocab = Axis(VOCAB, config.draft_vocab_size)
             self.head = Linear(width, config.draft_vocab_size, axes=(None, vocab), **options)
         if config.markov is not None:
             self.markov = MarkovBias(config, **options)
         if config.confidence is not None:
-            rank = (
-                config.markov.rank
-                if config.confidence == "markov" and config.markov is not None
-                else 0
-            )
+            rank = 0
+            if config.confidence == "markov" and config.markov is not None:
+                rank = config.markov.rank
             self.confidence = Linear(width + rank, 1, bias=True, **options)
         self.config = config
 
     def context(
         self, features: Float[Array, "B T A Dt"], positions: Int[Array, "B T"]
     ) -> tuple[KeyValue, ...]:
-        """Returns keys and values of committed tokens for every layer, all from the same fused features."""
+        """Returns keys and values of committed tokens for every layer, from the fused features."""
         fused = self.feature_norm(self.fc(features.reshape(*features.shape[:2], -1)))
         attentions: list[Any] = [block.attention for block in self.blocks]
         return tuple(attention.project(fused, positions)[1] for attention in attentions)
@@ -240,7 +242,7 @@ class DFlashHead(nnx.Module):
         positions: Int[Array, "B T"],
         contexts: Sequence[AttentionContext],
     ) -> Float[Array, "B T D"]:
-        """Returns the rows of the block after the last norm: the input of logits, bias and confidence."""
+        """Returns the block's rows after the last norm: the input of logits, bias, confidence."""
         x = embedded
         for block, context in zip(self.blocks, contexts, strict=True):
             x, _ = call_cached(block, x, positions, context)
@@ -249,19 +251,29 @@ class DFlashHead(nnx.Module):
     def survival(
         self, hidden: Float[Array, "B k D"], before: Int[Array, "B k"]
     ) -> Float[Array, "B k"]:
-        """Returns the logit of the probability that a row's prediction is accepted, given the token ``before``."""
-        inputs = (
-            [hidden, self.markov.embed(before)] if self.config.confidence == "markov" else [hidden]
-        )
+        """Returns the logit of the probability that a row's prediction is accepted.
+
+        Args:
+            hidden: ``[B k D]``, outputs of the rows.
+            before: ``[B k]``, the tokens before the predicted ones.
+        """
+        inputs = [hidden]
+        if self.config.confidence == "markov":
+            inputs.append(self.markov.embed(before))
         logits = self.confidence(jnp.concatenate(inputs, axis=-1))
         return logits[..., 0].astype(jnp.float32)
 
 
 class DFlashState(struct.PyTreeNode, kw_only=True):
-    """The state after the committed tokens."""
+    """The state after the committed tokens.
 
-    cache: Cache  #: Keys and values of the committed tokens' features.
-    root: Int[Array, " B"]  #: ``[B]``, the last token chosen by the target.
+    Attributes:
+        cache: Keys and values of the committed tokens' features.
+        root: ``[B]``, the last token chosen by the target.
+    """
+
+    cache: Cache
+    root: Int[Array, " B"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,7 +319,10 @@ class DFlashDrafter(NetworkDrafter):
         return DFlashState(cache=cache, root=jnp.zeros((batch,), jnp.int32))
 
     def observe(self, params: Params, state: DFlashState, seen: Observation) -> DFlashState:
-        """Writes keys and values from the committed tokens' features to the cache. No draft token runs again."""
+        """Writes keys and values from the committed tokens' features to the cache.
+
+        No draft token runs again.
+        """
         cache = state.cache
         fed = seen.tokens.shape[1]
         positions = cache.length[:, None] + jnp.arange(fed, dtype=jnp.int32)[None, :]
@@ -335,13 +350,19 @@ class DFlashDrafter(NetworkDrafter):
             bias, carry = head.markov(tokens, row, carry)
             return Level(base[:, depth, None] + bias, carry, memory=())
 
+        def run(tokens: Any, carry: Any, depth: int, mask: Any, memory: Any) -> Level:
+            # These tokens were drafted from the row before; the next row gives their children.
+            del mask, memory
+            return level(depth + 1, tokens, carry)
+
+        # The carry is the recurrent state of the bias.
         rank = 0 if self.config.markov is None else self.config.markov.rank
         start = jnp.zeros((state.root.shape[0], 1, rank), self.precision.activations)
         first = level(0, state.root[:, None], start)
         inputs = DraftInputs(
             root=state.root,
             first=first,
-            run=lambda tokens, carry, depth, mask, memory: level(depth + 1, tokens, carry),
+            run=run,
             draft_to_target=params.get("draft_to_target"),
             vocab_size=self.config.vocab_size,
             keys=keys,
@@ -353,18 +374,27 @@ class DFlashDrafter(NetworkDrafter):
     def read_block(
         self, params: Params, head: DFlashHead, state: DFlashState
     ) -> Float[Array, "B K D"]:
-        """Runs a block after the committed tokens and returns the rows that predict the ``K`` tokens after the root."""
+        """Runs a block after the committed tokens.
+
+        Returns:
+            The rows that predict the ``K`` tokens after the root.
+        """
         config = self.config
         cache = state.cache
+
+        # The block: the root, then mask tokens.
         rows = self.max_depth + (0 if config.from_anchor else 1)
         masks = jnp.full((state.root.shape[0], rows), config.mask_token, jnp.int32)
         tokens = masks.at[:, 0].set(state.root)
         positions = cache.length[:, None] + jnp.arange(rows, dtype=jnp.int32)[None, :]
         mask = causal_mask(rows) if config.causal else jnp.ones((1, rows, rows), jnp.bool_)
+
+        # It reads the committed keys and values, and writes none.
         layers: Any = cache.layers
         slot = jnp.arange(layers[0].capacity, dtype=jnp.int32)[None, :]
         committed = (slot < cache.length[:, None])[:, None]
         segments = [Segment(KeyValue(layer.keys, layer.values), committed) for layer in layers]
+
         embedded = embed(params["embedding"], tokens, self.precision)
         contexts = [BlockContext((segment,), mask) for segment in segments]
         return head(embedded, positions, contexts)[:, -self.max_depth :]

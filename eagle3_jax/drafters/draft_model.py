@@ -57,7 +57,9 @@ class DraftModelState(struct.PyTreeNode, kw_only=True):
 
 @dataclasses.dataclass(frozen=True)
 class DraftModel(ShapedDrafter):
-    """Drafts a chain or a tree with a second language model. Its parameters are those of that model.
+    """Drafts a chain or a tree with a second language model.
+
+    The parameters are those of that model.
 
     Attributes:
         model: The draft model, of any family and size with the target's vocabulary.
@@ -90,7 +92,7 @@ class DraftModel(ShapedDrafter):
         return self.model.param_shapes()
 
     def param_axes(self) -> Params:
-        """Returns the axes of the model's parameters, which a mesh divides like those of the target."""
+        """Returns the axes of the model's parameters; a mesh divides them like the target's."""
         return self.model.param_axes()
 
     def init(self, params: Params, batch: int, capacity: int) -> DraftModelState:
@@ -111,6 +113,7 @@ class DraftModel(ShapedDrafter):
                     "a draft model removes rejected tokens by lowering the length of its cache,"
                     f" and {type(layer).__name__} of {type(self.model).__name__} has no length"
                 )
+
         final = jnp.zeros((batch, self.model.config.width), self.model.precision.activations)
         root = jnp.zeros((batch,), jnp.int32)
         return DraftModelState(cache=cache, final=final, root=root)
@@ -123,16 +126,21 @@ class DraftModel(ShapedDrafter):
         """
         observed = seen.length > 0
         fed = seen.tokens.shape[1] + 1
+
+        # The committed tokens, then `next_token` right after a row's last one.
         index = jnp.arange(fed, dtype=jnp.int32)[None, :]
         following = seen.next_token[:, None]
         is_next = index == seen.length[:, None]
         tokens = jnp.where(is_next, following, jnp.concatenate([seen.tokens, following], axis=1))
+
+        # From the slot of the last round's root on. A row without new tokens does not change.
         length = state.cache.length
         length_before_root = jnp.where(observed, jnp.maximum(length - 1, 0), length)
         before = Cache(layers=state.cache.layers, length=length_before_root)
         output = self.model(
             params, tokens, before.length[:, None] + index, causal_mask(fed), before
         )
+
         newest = jnp.take_along_axis(output.final, seen.length[:, None, None], axis=1)[:, 0]
         cache = before.commit(output.written, jnp.where(observed, seen.length + 1, 0))
         final = jnp.where(observed[:, None], newest, state.final)
@@ -183,6 +191,7 @@ def draft_model(draft: LoadedTarget, target: LoadedTarget) -> LoadedDrafter:
             f"{draft.name} has a vocabulary of {draft.vocab_size} tokens and {target.name} one of "
             f"{target.vocab_size}; a draft model needs the target's own"
         )
+
     if draft.tokenizer is not None and target.tokenizer is not None:
         draft_vocab = draft.tokenizer.get_vocab(with_added_tokens=True)
         target_vocab = target.tokenizer.get_vocab(with_added_tokens=True)
@@ -192,25 +201,35 @@ def draft_model(draft: LoadedTarget, target: LoadedTarget) -> LoadedDrafter:
                 f"{draft.name} has another tokenizer than {target.name}: {difference}; a draft"
                 " model needs the target's own"
             )
+
     return LoadedDrafter(DraftModel(draft.model), draft.params, draft.name, "draft model")  # type: ignore[arg-type]
 
 
 def first_vocab_difference(
     draft_vocab: Mapping[str, int], target_vocab: Mapping[str, int]
 ) -> str | None:
-    """Describes the first token by which two vocabularies differ; returns ``None`` if they are the same.
+    """Describes the first token by which two vocabularies differ.
 
     Args:
         draft_vocab: Id of each token in the draft model's tokenizer.
         target_vocab: Id of each token in the target's tokenizer.
+
+    Returns:
+        ``None`` if they are the same.
     """
     tokens = {**target_vocab, **draft_vocab}
     differing = [token for token in tokens if draft_vocab.get(token) != target_vocab.get(token)]
     if not differing:
         return None
-    order = lambda token: (target_vocab.get(token, len(target_vocab)), token)
+
+    def order(token: str) -> tuple[int, str]:
+        return target_vocab.get(token, len(target_vocab)), token
+
     first = min(differing, key=order)
-    describe = lambda vocab: f"id {vocab[first]}" if first in vocab else "none"
+
+    def describe(vocab: Mapping[str, int]) -> str:
+        return f"id {vocab[first]}" if first in vocab else "none"
+
     return f"the token {first!r} is {describe(draft_vocab)} there and {describe(target_vocab)} here"
 
 
@@ -239,6 +258,7 @@ def layer_skip(target: LoadedTarget, num_layers: int) -> LoadedDrafter:
             f"layer skip of {num_layers} layers: {target.name} has {model.config.num_layers}, so"
             f" give 1 to {model.config.num_layers - 1}"
         )
+
     config = dataclasses.replace(model.config, layers=model.config.layers[:num_layers])
     blocks = {index: target.params["blocks"][index] for index in range(num_layers)}
     drafter = DraftModel(DecoderTarget(config, model.precision))

@@ -1,9 +1,10 @@
-"""EAGLE-1 and EAGLE-2: a head that predicts the target's next final state (Li et al., 2024, arXiv 2401.15077).
+"""EAGLE-1 and EAGLE-2: a head that predicts the target's next final state.
 
-The head reads, at each position ``t``, the target's final state ``f_t`` (after the final norm: what
-the output matrix reads) and the *next* token ``x_{t+1}``::
+Li et al. (2024, arXiv 2401.15077). The head reads, at each position ``t``, the target's final state
+``f_t`` (after the final norm: what the output matrix reads) and the *next* token ``x_{t+1}``::
 
-    f'_{t+1} = layers(fc([embedding(x_{t+1}); f_t]))        q = softmax(f'_{t+1} · target's output matrix)
+    f'_{t+1} = layers(fc([embedding(x_{t+1}); f_t]))
+    q        = softmax(f'_{t+1} · target's output matrix)
 
 Its output imitates the state ``f_{t+1}``, so no norm follows, the logits are the target's own of
 it, and it is fed back in place of ``f``. The first layer has no input norm.
@@ -61,7 +62,7 @@ class Eagle1Head(nnx.Module):
         self.upper_layers = nnx.List([block(layer) for layer in config.layers[1:]])
 
     def fuse(self, features: Float[Array, "B T 1 D"]) -> Float[Array, "B T D"]:
-        """Returns the target's state unchanged: ``fc`` reads it with the embedding, in every step."""
+        """Returns the target's state unchanged: ``fc`` reads it with the embedding, every step."""
         return features[:, :, 0]
 
     def __call__(
@@ -71,7 +72,11 @@ class Eagle1Head(nnx.Module):
         positions: Int[Array, "B T"],
         contexts: Sequence[AttentionContext],
     ) -> tuple[Float[Array, "B T D"], tuple[KeyValue, ...]]:
-        """Runs one step: from the target's state, or the head's guess of it, to the next guess, keys and values."""
+        """Runs one step: from the target's state, or the head's guess of it, to the next guess.
+
+        Returns:
+            The guess, and keys and values of each layer.
+        """
         x = self.fc(jnp.concatenate([embedded, stream], axis=-1))
         written = []
         for layer, context in zip([self.first, *self.upper_layers], contexts, strict=True):

@@ -1,11 +1,11 @@
-"""EAGLE-3: a one-layer head that drafts from fused target features (Li et al., 2025, arXiv 2503.01840).
+"""EAGLE-3: a one-layer head that drafts from fused target features.
 
-The head reads, at each position ``t``, the target's features ``f_t`` of three layers and the *next*
-token ``x_{t+1}``, and predicts ``x_{t+2}``::
+Li et al. (2025, arXiv 2503.01840). The head reads, at each position ``t``, the target's features
+``f_t`` of three layers and the *next* token ``x_{t+1}``, and predicts ``x_{t+2}``::
 
-    g_t = fc([f_t of a low, a middle and a high layer])                        fuse
-    a_t = layer([norm(embedding(x_{t+1})); norm(g_t)]) + g_t                   first layer, twice as wide an input
-    q   = softmax(output(norm(a_t)))                                           distribution of x_{t+2}
+    g_t = fc([f_t of a low, a middle and a high layer])         fuse
+    a_t = layer([norm(embedding(x_{t+1})); norm(g_t)]) + g_t    first layer: input twice as wide
+    q   = softmax(output(norm(a_t)))                            distribution of x_{t+2}
 
 Further draft tokens use the head's own output ``a`` in place of ``g``. Training does the same
 ("training-time test"), so the head has seen its own errors.
@@ -41,7 +41,7 @@ from eagle3_jax.types import Draft, Observation, SamplingParams
 
 
 class FirstLayer(nnx.Module):
-    """The layer that reads the token embedding next to the features. Its attention takes both, twice the width."""
+    """The layer whose attention reads the token embedding next to the features: twice the width."""
 
     def __init__(self, config: Eagle3Config, *, precision: Precision, rngs: nnx.Rngs):
         layer = config.layers[0]
@@ -49,6 +49,7 @@ class FirstLayer(nnx.Module):
         eps = config.norm_eps
         self.embedding_norm = RMSNorm(width, eps)
         self.feature_norm = RMSNorm(width, eps)
+
         self.attention = Attention(
             grouped(layer),
             d_in=2 * width,
@@ -57,6 +58,7 @@ class FirstLayer(nnx.Module):
             precision=precision,
             rngs=rngs,
         )
+
         self.mlp_norm = RMSNorm(width, eps)
         self.mlp = SwiGLU(width, gated(layer), precision=precision, rngs=rngs)
         self.norm_before_residual = config.norm_before_residual
@@ -71,6 +73,7 @@ class FirstLayer(nnx.Module):
         normed = self.feature_norm(fused)
         embedding_and_features = jnp.concatenate([self.embedding_norm(embedded), normed], axis=-1)
         attended, kv = self.attention(embedding_and_features, positions, context)
+        # Some published heads add to the normed features instead of the features.
         residual = normed if self.norm_before_residual else fused
         x = residual + attended
         return x + self.mlp(self.mlp_norm(x)), kv
@@ -85,16 +88,19 @@ class Eagle3Head(nnx.Module):
         chunks = len(config.aux_layers)
         features_width = chunks * config.target_width
         self.config = config
+
         if config.norm_before_fc:
             self.input_norm = RMSNorm(features_width, eps)
         if config.fc_norm:
             norms = [RMSNorm(config.target_width, eps) for _ in range(chunks)]
             self.fc_norm = nnx.List(norms)
         self.fc = Linear(features_width, width, precision=precision, rngs=rngs)
+
         self.first = FirstLayer(config, precision=precision, rngs=rngs)
         block = functools.partial(Block, width=width, norm_eps=eps, precision=precision, rngs=rngs)
         self.upper_layers = nnx.List([block(layer) for layer in config.layers[1:]])
         self.norm = RMSNorm(width, eps)
+
         vocab = Axis(VOCAB, config.draft_vocab_size)
         self.head = Linear(
             width, config.draft_vocab_size, axes=(None, vocab), precision=precision, rngs=rngs
@@ -143,12 +149,18 @@ class Eagle3Head(nnx.Module):
 
 
 class FeedbackState(struct.PyTreeNode, kw_only=True):
-    """The head's state after the committed tokens."""
+    """The head's state after the committed tokens.
 
-    cache: Cache  #: Keys and values of the pairs ``(f_t, x_{t+1})`` of committed tokens.
-    #: ``[B D]``, the head's output at the last pair, from which the first draft token follows.
+    Attributes:
+        cache: Keys and values of the pairs ``(f_t, x_{t+1})`` of committed tokens.
+        output: ``[B D]``, the head's output at the last pair, from which the first draft token
+            follows.
+        root: ``[B]``, the last token chosen by the target.
+    """
+
+    cache: Cache
     output: Float[Array, "B D"]
-    root: Int[Array, " B"]  #: ``[B]``, the last token chosen by the target.
+    root: Int[Array, " B"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +180,8 @@ class Eagle3Drafter(NetworkDrafter):
 
     network: ClassVar[type[nnx.Module]] = Eagle3Head
 
-    config: Any  # Eagle3Config here; of another type in drafters with another network
+    # Eagle3Config; drafters with another network have another type.
+    config: Any
 
     def init(self, params: Params, batch: int, capacity: int) -> FeedbackState:
         """Returns an empty state; see :class:`eagle3_jax.types.Drafter`."""
@@ -184,12 +197,18 @@ class Eagle3Drafter(NetworkDrafter):
         return FeedbackState(cache=cache, output=output, root=root)
 
     def observe(self, params: Params, state: FeedbackState, seen: Observation) -> FeedbackState:
-        """Runs the head on the committed pairs ``(f_t, x_{t+1})`` at positions ``t``; only these enter its cache."""
+        """Runs the head on the committed pairs ``(f_t, x_{t+1})`` at positions ``t``.
+
+        Only these enter its cache.
+        """
         head = self.bind(params)
         count = seen.tokens.shape[1]
+
+        # x_{t+1} is the next committed token, and after the last of them the target's choice.
         next_tokens = jnp.concatenate([seen.tokens[:, 1:], seen.next_token[:, None]], axis=1)
         is_last = indices(count)[None, :] == seen.length[:, None] - 1
         next_tokens = jnp.where(is_last, seen.next_token[:, None], next_tokens)
+
         positions = state.cache.length[:, None] + indices(count)[None, :]
         past = attention_contexts(
             self.config.layers, causal_mask(count), positions, state.cache, is_chain=True
@@ -197,6 +216,9 @@ class Eagle3Drafter(NetworkDrafter):
         embedded = self.embed(params, next_tokens, positions)
         fused = head.fuse(seen.features)
         output, written = head(embedded, fused, positions, past)
+
+        # The output at the newest pair predicts the first draft token. Rows without new tokens keep
+        # theirs.
         newest = jnp.maximum(seen.length - 1, 0)[:, None, None]
         newest_output = jnp.take_along_axis(output, newest, axis=1)[:, 0]
         has_new = seen.length > 0
@@ -213,8 +235,8 @@ class Eagle3Drafter(NetworkDrafter):
         length = state.cache.length
 
         def run(tokens, output, depth, mask, memory):
-            # All nodes of a level share one rotary position: that of the pair, one before the
-            # token's.
+            # The pair of a token is one position before the token itself, and all nodes of a level
+            # share it.
             positions = jnp.broadcast_to(length[:, None] + depth, tokens.shape)
             layers, earlier_positions = memory
             draft_positions = jnp.concatenate([earlier_positions, positions], axis=1)
@@ -222,6 +244,8 @@ class Eagle3Drafter(NetworkDrafter):
             past = attention_contexts(
                 self.config.layers, mask, draft_positions, cache, is_chain=self.is_chain
             )
+
+            # The features of a draft token are not known. The head's own output a replaces g.
             embedded = self.embed(params, tokens, positions)
             output, written = head(embedded, output, positions, past)
             layers = tuple(KeyValues(keys=kv.keys, values=kv.values) for kv in written)
@@ -242,6 +266,7 @@ class Eagle3Drafter(NetworkDrafter):
             sampling=sampling,
         )
         draft, (layers, _) = self.grow(inputs)
+
         # Guesses are after the committed slots, whose number has not changed. Returning this cache
         # saves a copy.
         cache = Cache(layers=layers, length=length)

@@ -1,4 +1,4 @@
-"""Two drafters as one: the continuation that the text itself offers, and a draft head where the text offers none.
+"""Two drafters as one: the text's own continuation, and a head where the text offers none.
 
 Prompt lookup costs nothing and is right where the output repeats itself. A head drafts everywhere.
 Both observe every committed token, so each can draft in any round. A row takes the first drafter's
@@ -13,7 +13,7 @@ is a point mass on each token.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,19 +26,46 @@ from eagle3_jax.loaded import LoadedDrafter
 from eagle3_jax.topology import Chain, Topology
 from eagle3_jax.types import Draft, Drafter, DraftSampling, Observation, SamplingParams
 
+# Members that a drafter may have beyond the protocol.
+_OF_SECOND = ("config", "draft_sampling", "longest", "max_positions", "param_axes", "param_shapes")
+
+
+class _Fields(NamedTuple):
+    """The fields of a :class:`Draft` that the second drafter fills."""
+
+    tokens: Any
+    parents: Any
+    valid: Any
+    probs: Any
+
+
+class _Turn(NamedTuple):
+    """The carry of the loop that runs the second drafter.
+
+    Attributes:
+        is_needed: Whether it has still to run.
+        fields: Its draft.
+        state: Its state.
+    """
+
+    is_needed: Array
+    fields: _Fields
+    state: Any
+
 
 @dataclasses.dataclass(frozen=True)
 class Fallback:
-    """Drafts with ``first`` where it has a draft, else with ``second``. Each row chooses for itself.
+    """Drafts with ``first`` where it has a draft, else with ``second``.
 
-    Its parameters are those of ``second``; :meth:`of` puts a loaded head in.
+    Each row chooses for itself. The parameters are those of ``second``; :meth:`of` puts a loaded
+    head in.
 
     Attributes:
         first: A drafter without parameters, such as ``NGram`` or ``Suffix``.
         second: Any drafter.
 
     Raises:
-        ValueError: ``first`` has parameters, or a part is no drafter.
+        ValueError: ``first`` has parameters, or a part is not a drafter.
     """
 
     first: Drafter[Any]
@@ -90,7 +117,10 @@ class Fallback:
         return declares_chain(self.first) and declares_chain(self.second)
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an optional member of ``second``. A member that ``second`` lacks is lacking here too."""
+        """Returns an optional member of ``second``.
+
+        A member that ``second`` lacks is lacking here too.
+        """
         if name not in _OF_SECOND:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.second, name)
@@ -98,7 +128,9 @@ class Fallback:
     def with_topology(
         self, topology: Topology | None, draft_sampling: DraftSampling | None
     ) -> Fallback:
-        """Returns the drafter with another topology of ``second``; ``first`` drafts a chain as long as that is deep.
+        """Returns the drafter with another topology of ``second``.
+
+        ``first`` drafts a chain as long as that is deep.
 
         Raises:
             ValueError: One of them cannot draft like that.
@@ -127,23 +159,26 @@ class Fallback:
         first_draft = self.first.propose(None, state[0], keys_of_first, sampling)
         has_draft = jnp.any(first_draft.valid[:, 1:], axis=1)
 
-        def draft_second(state: Any) -> tuple[tuple[Any, ...], Any]:
+        def draft_second(state: Any) -> _Turn:
             draft = self.second.propose(params, state, keys, sampling)
-            after = (
-                state
-                if draft.state is None
-                else checked_state(self.second, state, draft.state, "propose")
-            )
-            return (draft.tokens, draft.parents, draft.valid, draft.probs), after
+            after = state
+            if draft.state is not None:
+                after = checked_state(self.second, state, draft.state, "propose")
+            fields = _Fields(draft.tokens, draft.parents, draft.valid, draft.probs)
+            return _Turn(jnp.bool_(False), fields, after)
 
-        shapes = jax.eval_shape(lambda: draft_second(state[1])[0])
-        no_draft = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         # A loop of at most one turn: XLA updates its carry in place, where the branches of a `cond`
         # copy the caches.
-        start = (~jnp.all(has_draft), no_draft, state[1])
-        turn = lambda carry: (jnp.bool_(False), *draft_second(carry[2]))
-        _, fields, after = lax.while_loop(lambda carry: carry[0], turn, start)
-        second_draft = Draft(**dict(zip(_FIELDS, fields, strict=True)))
+        shapes = jax.eval_shape(lambda: draft_second(state[1]).fields)
+        no_draft = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        start = _Turn(~jnp.all(has_draft), no_draft, state[1])
+        turn = lax.while_loop(
+            lambda turn: turn.is_needed, lambda turn: draft_second(turn.state), start
+        )
+        second_draft = Draft(**turn.fields._asdict())
+
+        # Both drafts in the same shapes. If one declares distributions, the tokens of the other are
+        # point masses.
         drafts = (self._padded(first_draft), self._padded(second_draft))
         probs = [draft.probs for draft in drafts if draft.probs is not None]
         if probs:
@@ -161,10 +196,10 @@ class Fallback:
         root = first_draft.tokens[:, :1]
         tokens = jnp.concatenate([root, draft.tokens[:, 1:]], axis=1)
         first_state = state[0] if first_draft.state is None else first_draft.state
-        return draft.replace(tokens=tokens, state=(first_state, after))
+        return draft.replace(tokens=tokens, state=(first_state, turn.state))
 
     def _seen_by(self, drafter: Drafter[Any], seen: Observation) -> Observation:
-        """Returns the observation with the features and likely tokens that one of the drafters asks for."""
+        """Returns the observation with the features and likely tokens that a drafter asks for."""
         if seen.likeliest is not None:
             seen = seen.replace(likeliest=seen.likeliest[..., : _num_likeliest(drafter)])
         if drafter.aux_layers == self.aux_layers:
@@ -189,17 +224,15 @@ class Fallback:
         return Draft(tokens=tokens, parents=parents, valid=valid, probs=probs)
 
 
-_FIELDS = ("tokens", "parents", "valid", "probs")
-# Members that a drafter may have beyond the protocol.
-_OF_SECOND = ("config", "draft_sampling", "longest", "max_positions", "param_axes", "param_shapes")
-
-
 def _num_likeliest(drafter: Drafter[Any]) -> int:
     return getattr(drafter, "num_likeliest", 0)
 
 
 def _distribution(draft: Draft, vocab_size: int) -> Float[Array, "B N V"]:
-    """Returns the distribution that the tokens were sampled from: point masses, unless the draft declares another."""
+    """Returns the distribution that the tokens were sampled from.
+
+    These are point masses, unless the draft declares another.
+    """
     if draft.probs is not None:
         return draft.probs
     return jax.nn.one_hot(draft.tokens, vocab_size, dtype=jnp.float32)

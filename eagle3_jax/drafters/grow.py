@@ -6,6 +6,7 @@ much is accepted.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -44,17 +45,25 @@ RunLevel = Callable[[Int[Array, "B k"], Any, int, Bool[Array, "B k M"], Any], Le
 
 
 class DraftInputs(NamedTuple):
-    """Everything that a draft is grown from."""
+    """Everything that a draft is grown from.
 
-    root: Int[Array, " B"]  #: ``[B]``, the last committed token.
-    first: Level  #: Logits and carry at the root, ``k = 1``.
-    run: RunLevel  #: Runs the network on one level.
-    draft_to_target: (
-        Int[Array, " W"] | None
-    )  #: ``[W]``, target id of each draft id; ``None`` if these are the same.
-    vocab_size: int  #: ``V``.
-    keys: Key[Array, " B"]  #: ``[B]``, the keys of this round.
-    sampling: SamplingParams  #: One value per row.
+    Attributes:
+        root: ``[B]``, the last committed token.
+        first: Logits and carry at the root, ``k = 1``.
+        run: Runs the network on one level.
+        draft_to_target: ``[W]``, target id of each draft id; ``None`` if these are the same.
+        vocab_size: ``V``.
+        keys: ``[B]``, the keys of this round.
+        sampling: One value per row.
+    """
+
+    root: Int[Array, " B"]
+    first: Level
+    run: RunLevel
+    draft_to_target: Int[Array, " W"] | None
+    vocab_size: int
+    keys: Key[Array, " B"]
+    sampling: SamplingParams
 
     def to_target(self, ids: Int[Array, "*n"]) -> Int[Array, "*n"]:
         """Returns the target ids of draft ids."""
@@ -63,7 +72,10 @@ class DraftInputs(NamedTuple):
         return self.draft_to_target[ids]
 
     def over_target(self, q: Float[Array, "*n W"]) -> Float[Array, "*n V"]:
-        """Returns a distribution over draft ids as one over target ids, zero for tokens that the head lacks."""
+        """Returns a distribution over draft ids as one over target ids.
+
+        It is zero for tokens that the head lacks.
+        """
         if self.draft_to_target is None:
             return q
         zeros = jnp.zeros((*q.shape[:-1], self.vocab_size), jnp.float32)
@@ -111,6 +123,7 @@ def sample_chain(chain: Chain, inputs: DraftInputs) -> tuple[Draft, Any]:
     greedy = jnp.asarray(inputs.sampling.temperature) == 0
     digits = num_digits(first.logits.shape[-1])
     dice = uniforms(inputs.keys, depth * digits).reshape(batch, depth, digits)
+
     tokens = []
     probs = [jnp.zeros((batch, inputs.vocab_size), jnp.float32)]
     level = first
@@ -122,6 +135,7 @@ def sample_chain(chain: Chain, inputs: DraftInputs) -> tuple[Draft, Any]:
         tokens.append(inputs.to_target(ids))
         probs.append(inputs.over_target(q))
         level = _run_next(chain, inputs, level, tokens)
+
     draft = _join_chain(inputs, tokens)
     return draft.replace(probs=jnp.stack(probs, axis=1)), level.memory
 
@@ -129,7 +143,10 @@ def sample_chain(chain: Chain, inputs: DraftInputs) -> tuple[Draft, Any]:
 def _run_next(
     chain: Chain, inputs: DraftInputs, level: Level, tokens: list[Int[Array, " B"]]
 ) -> Level:
-    """Runs the network on the newest token of a chain. The level after the last token is not needed."""
+    """Runs the network on the newest token of a chain.
+
+    The level after the last token is not needed.
+    """
     count = len(tokens)
     if count == chain.num_speculative_tokens:
         return level
@@ -147,7 +164,11 @@ def _join_chain(inputs: DraftInputs, tokens: list[Int[Array, " B"]]) -> Draft:
 
 
 def grow_dynamic_tree(topology: DynamicTree, inputs: DraftInputs) -> tuple[Draft, Any]:
-    """Drafts EAGLE-2's tree (section 4): expands by cumulative draft log-probability, then keeps the best candidates.
+    """Drafts EAGLE-2's tree (Li et al., 2024, section 4).
+
+    The score of a node is the draft log-probability of its path, an estimate of the probability
+    that the target accepts it. Expansion runs the network on the ``k`` best nodes of each level.
+    Reranking keeps the best of all candidates.
 
     Candidates are numbered as the official code numbers them: the ``k`` children of the root, then
     level by level the ``k x k`` children of the expanded nodes, row by row.
@@ -157,6 +178,9 @@ def grow_dynamic_tree(topology: DynamicTree, inputs: DraftInputs) -> tuple[Draft
     """
     width = topology.top_k
     batch = inputs.root.shape[0]
+
+    # The first level: the k most likely children of the root, all of which are expanded. The pools
+    # collect every candidate. `number` is the candidate number of each expanded node.
     logprobs, ids = _top_logprobs(inputs.first.logits[:, 0], width)
     tokens = inputs.to_target(ids)
     scores = logprobs
@@ -164,12 +188,13 @@ def grow_dynamic_tree(topology: DynamicTree, inputs: DraftInputs) -> tuple[Draft
     pool_scores = [scores]
     pool_tokens = [tokens]
     pool_parents = [jnp.full((batch, width), -1, jnp.int32)]
-    repeat = lambda leaf: jnp.repeat(leaf, width, axis=1)
+    repeat = functools.partial(jnp.repeat, repeats=width, axis=1)
     carry = jax.tree.map(repeat, inputs.first.carry)
     itself = jnp.broadcast_to(jnp.eye(width, dtype=jnp.bool_), (batch, width, width))
     mask = itself
     memory = inputs.first.memory
 
+    # Expansion: k nodes have k x k children, of which the k best are expanded next.
     for depth in range(topology.max_depth - 1):
         level = inputs.run(tokens, carry, depth, mask, memory)
         logprobs, ids = _top_logprobs(level.logits, width)
@@ -180,26 +205,30 @@ def grow_dynamic_tree(topology: DynamicTree, inputs: DraftInputs) -> tuple[Draft
         pool_tokens.append(children)
         pool_parents.append(jnp.repeat(number, width, axis=1))
 
+        # Child `best` is in row `best // k` of the k x k children, its parent's. It inherits the
+        # parent's carry and ancestors.
         scores, best = lax.top_k(cumulative, width)
-        expanded = best // width
+        parent = best // width
         tokens = jnp.take_along_axis(children, best, axis=1)
         number = width + depth * width**2 + best
-        carry = jax.tree.map(
-            lambda leaf, expanded=expanded: take_nodes(leaf, expanded), level.carry
-        )
-        mask = jnp.concatenate([take_nodes(mask, expanded), itself], axis=-1)
+        carry = jax.tree.map(functools.partial(take_nodes, nodes=parent), level.carry)
+        mask = jnp.concatenate([take_nodes(mask, parent), itself], axis=-1)
         memory = level.memory
 
+    # Reranking. The choice contains every ancestor: scores never rise along a path, and ties go to
+    # the lower index, the parent's.
     candidate_parents = jnp.concatenate(pool_parents, axis=1)
     candidate_scores = jnp.concatenate(pool_scores, axis=1)
-    # The choice contains every ancestor: scores never rise along a path, and ties go to the lower
-    # index, the parent's.
     _, chosen = lax.top_k(candidate_scores, topology.num_nodes - 1)
     chosen = jnp.sort(chosen, axis=1)
+
+    # Nodes are numbered anew: the root is 0, and the chosen candidates follow in their order. So a
+    # parent's number is 1 + the number of chosen candidates before it.
     chosen_parents = jnp.take_along_axis(candidate_parents, chosen, axis=1)
     is_before_parent = chosen[:, None, :] < chosen_parents[:, :, None]
     rank = jnp.sum(is_before_parent, axis=-1, dtype=jnp.int32)
     parents = jnp.where(chosen_parents < 0, 0, 1 + rank)
+
     candidate_tokens = jnp.concatenate(pool_tokens, axis=1)
     tokens = jnp.take_along_axis(candidate_tokens, chosen, axis=1)
     return inputs.add_root(tokens, parents), memory
@@ -212,6 +241,8 @@ def _top_logprobs(
     # Without the barriers XLA takes the maximum from a sort of all tokens. There are two of them
     # because XLA's CPU backend crashes on a mesh if one covers the pair.
     best, ids = map(lax.optimization_barrier, lax.top_k(logits, count))
+
+    # log softmax of the best: l - max l - log Σ exp(l - max l).
     weights = jnp.exp(logits - best[..., :1])
     total = jnp.sum(weights, axis=-1, keepdims=True)
     logprobs = best - best[..., :1] - jnp.log(total)

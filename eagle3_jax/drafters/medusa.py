@@ -1,7 +1,8 @@
-"""Medusa: several heads on the target's last state, each for one position ahead (Cai et al., 2024, arXiv 2401.10774).
+"""Medusa: several heads on the target's last state, each for one position ahead.
 
-Head ``k`` (from 0) reads ``h_t``, the target's state after its final norm at the last token that it
-has run. It predicts ``x_{t+2+k}``; ``x_{t+1}`` comes from the target itself::
+Cai et al. (2024, arXiv 2401.10774). Head ``k`` (from 0) reads ``h_t``, the target's state after its
+final norm at the last token that it has run. It predicts ``x_{t+2+k}``; ``x_{t+1}`` comes from the
+target itself::
 
     z <- z + SiLU(W_l z + b_l), l = 0 .. L-1, from z = h_t;     logits_k = O_k z
 
@@ -15,6 +16,7 @@ temperature it falls faster than that of drafters that read tokens.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 import jax
@@ -104,7 +106,9 @@ class MedusaHeads(nnx.Module):
         axes = (None, Axis(VOCAB, config.draft_vocab_size))
         options = {"precision": precision, "rngs": rngs}
         num_outputs = 1 if config.shared_output else config.num_heads
-        output = lambda: Linear(config.target_width, config.draft_vocab_size, axes=axes, **options)
+        output = functools.partial(
+            Linear, config.target_width, config.draft_vocab_size, axes=axes, **options
+        )
         self.blocks = nnx.List([ResidualBlocks(config, **options) for _ in range(config.num_heads)])
         self.outputs = nnx.List([output() for _ in range(num_outputs)])
 
@@ -135,10 +139,11 @@ class MedusaState(struct.PyTreeNode, kw_only=True):
 
 @dataclasses.dataclass(frozen=True)
 class MedusaDrafter(NetworkDrafter):
-    """Drafts a chain of the most likely or of sampled tokens, or a tree. A shorter draft does not use the last heads.
+    """Drafts a chain of the most likely or of sampled tokens, or a tree.
 
-    The trees of the paper are static (:mod:`eagle3_jax.topology`). A dynamic tree takes the largest
-    products of the heads' probabilities.
+    A shorter draft does not use the last heads. The trees of the paper are static
+    (:mod:`eagle3_jax.topology`). A dynamic tree takes the largest products of the heads'
+    probabilities.
 
     Parameters are a dictionary: ``head`` (the network) and, if the heads propose only a part of the
     vocabulary, ``draft_to_target [W]``. The default topology is a chain of all heads.
@@ -172,7 +177,7 @@ class MedusaDrafter(NetworkDrafter):
         return MedusaState(hidden=hidden, root=jnp.zeros((batch,), jnp.int32))
 
     def observe(self, params: Params, state: MedusaState, seen: Observation) -> MedusaState:
-        """Stores the target's state at the last committed token, from which ``next_token`` was chosen."""
+        """Stores the target's state at the last committed token; ``next_token`` follows from it."""
         del params
         index = jnp.maximum(seen.length - 1, 0)[:, None, None]
         newest = jnp.take_along_axis(seen.features[:, :, 0], index, axis=1)[:, 0]

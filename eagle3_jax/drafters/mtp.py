@@ -1,7 +1,7 @@
-"""Multi-token prediction as DeepSeek-V3 has it: one more block, trained with the model (arXiv 2412.19437, section 2.2).
+"""Multi-token prediction as DeepSeek-V3 has it: one more block, trained with the model.
 
-At each position ``t`` it reads the target's final state ``g_t`` (after the final norm) and the
-*next* token ``x_{t+1}``::
+DeepSeek-AI (2024, arXiv 2412.19437, section 2.2). At each position ``t`` it reads the target's
+final state ``g_t`` (after the final norm) and the *next* token ``x_{t+1}``::
 
     z_t = W [norm_e(embedding(x_{t+1})); norm_h(g_t)]
     g'_{t+1} = norm(block(z_t))                              q = softmax(g'_{t+1} · output matrix)
@@ -71,6 +71,7 @@ class MTPModule(nnx.Module):
         self.block = Block(
             config.layers[0], width=width, norm_eps=eps, precision=precision, rngs=rngs
         )
+
         self.norm = RMSNorm(width, eps)
         if config.own_output:
             vocab = Axis(VOCAB, config.vocab_size)
@@ -89,7 +90,11 @@ class MTPModule(nnx.Module):
         positions: Int[Array, "B T"],
         contexts: Sequence[AttentionContext],
     ) -> tuple[Float[Array, "B T D"], tuple[KeyValue, ...]]:
-        """Runs one step: from the target's normed state, or the module's, to its next state, keys and values."""
+        """Runs one step: from the target's normed state, or the module's own, to its next state.
+
+        Returns:
+            The state, and keys and values of the block.
+        """
         embedding_and_state = jnp.concatenate(
             [self.embedding_norm(embedded), self.feature_norm(stream)], axis=-1
         )

@@ -1,4 +1,4 @@
-"""Prompt lookup: proposes the tokens that followed the last few tokens at an earlier occurrence (Saxena, 2023)."""
+"""Prompt lookup: proposes what followed the last tokens at an earlier occurrence (Saxena, 2023)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eagle3_jax.types import Draft, SamplingParams
 
 @dataclasses.dataclass(frozen=True)
 class NGram(TextDrafter):
-    """Finds the longest suffix of ``max_ngram`` down to ``min_ngram`` tokens that occurred before, and continues it.
+    """Finds the longest suffix of the text that occurred before, and continues it.
 
     It has no parameters and needs no training. It is useful for output that repeats the prompt or
     itself.
@@ -46,13 +46,16 @@ class NGram(TextDrafter):
         end = state.length[:, None]
         slot = jnp.arange(capacity, dtype=jnp.int32)[None, :]
         run = state.count_matches(self.max_ngram)
+
         # The longest match wins. Of equally long ones, the slot decides.
         tie_break = capacity - 1 - slot if self.earliest else slot
         score = jnp.where(run >= self.min_ngram, run * capacity + tie_break, -1)
         match = jnp.argmax(score, axis=1)[:, None].astype(jnp.int32)
         has_match = jnp.take_along_axis(score, match, axis=1) >= 0
+
         following = match + 1 + jnp.arange(self.num_speculative_tokens, dtype=jnp.int32)[None, :]
         proposed = jnp.take_along_axis(state.tokens, jnp.minimum(following, capacity - 1), axis=1)
+
         node = jnp.arange(self.num_nodes, dtype=jnp.int32)
         tokens = jnp.concatenate([state.root, proposed], axis=1)
         parents = jnp.broadcast_to(node - 1, (batch, self.num_nodes))

@@ -84,10 +84,11 @@ class PEagleHead(Eagle3Head):
 
 @dataclasses.dataclass(frozen=True)
 class PEagleDrafter(Eagle3Drafter):
-    """Drafts a chain or a tree with a P-EAGLE head; it observes as EAGLE-3 does and feeds nothing back.
+    """Drafts a chain or a tree with a P-EAGLE head.
 
-    Parameters are a dictionary: ``head`` (the network), ``embedding [V D]`` (mostly the head's own)
-    and ``draft_to_target [W]`` (absolute ids).
+    It observes as EAGLE-3 does and feeds nothing back. Parameters are a dictionary: ``head`` (the
+    network), ``embedding [V D]`` (mostly the head's own) and ``draft_to_target [W]`` (absolute
+    ids).
     """
 
     network: ClassVar[type[nnx.Module]] = PEagleHead
@@ -97,9 +98,11 @@ class PEagleDrafter(Eagle3Drafter):
     def propose(
         self, params: Params, state: FeedbackState, keys: Key[Array, " B"], sampling: SamplingParams
     ) -> Draft:
-        """Runs the mask rows after the committed pairs and drafts from all distributions at once."""
+        """Runs the mask rows after the committed pairs, and drafts from all distributions."""
         head = self.bind(params)
         cache = state.cache
+
+        # The true pair gives the first token, each mask row one more.
         masks = self.max_depth - 1
         outputs = state.output[:, None]
         if masks:
@@ -108,12 +111,15 @@ class PEagleDrafter(Eagle3Drafter):
             tokens = jnp.full(shape, self.config.mask_token_id, jnp.int32)
             stream = jnp.broadcast_to(head.fused_mask(), (*shape, self.config.width))
             past = attention_contexts(self.config.layers, causal_mask(masks), positions, cache)
+
             embedded = self.embed(params, tokens, positions)
             output, written = head(embedded, stream, positions, past)
             outputs = jnp.concatenate([outputs, output], axis=1)
+
             # The mask rows are written after the committed slots, whose number has not changed.
             layers = tuple(KeyValues(keys=kv.keys, values=kv.values) for kv in written)
             cache = Cache(layers=layers, length=cache.length)
+
         logits = head.logits(outputs)
         draft_to_target = params.get("draft_to_target")
         inputs = parallel_inputs(

@@ -1,4 +1,4 @@
-"""Plain decoding as a drafter: one without a state, and one that updates the state of another drafter."""
+"""Plain decoding as a drafter: one without a state, and one that keeps another drafter's state."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Plain:
 
 @dataclasses.dataclass(frozen=True)
 class Silent:
-    """Plain decoding that keeps the state of another drafter, so that it can draft again at any time.
+    """Plain decoding that keeps the state of another drafter, which can draft again at any time.
 
     A schedule uses it at batch sizes without drafts. A draft head must still observe the target's
     features, because its cache could not be filled later.
@@ -84,7 +84,8 @@ class Silent:
 
     drafter: Drafter[Any]
     num_nodes = 1
-    max_depth = 1  # one level that is always empty, as for `Plain`
+    # One level that is always empty, as for `Plain`.
+    max_depth = 1
     is_chain = True
 
     @property
@@ -103,7 +104,10 @@ class Silent:
     def propose(
         self, params: Any, state: Any, keys: Key[Array, " B"], sampling: SamplingParams
     ) -> Draft:
-        """Returns only the root of the other drafter's draft; the compiler removes the work for the other nodes."""
+        """Returns only the root of the other drafter's draft.
+
+        The compiler removes the work for the other nodes.
+        """
         root = self.drafter.propose(params, state, keys, sampling).tokens[:, :1]
         return Draft(
             tokens=root, parents=jnp.full_like(root, -1), valid=jnp.ones_like(root, jnp.bool_)

@@ -42,7 +42,7 @@ def grow_static_tree(tree: StaticTree, inputs: DraftInputs) -> tuple[Draft, Any]
 
 
 def sample_static_tree(tree: StaticTree, inputs: DraftInputs) -> tuple[Draft, Any]:
-    """Drafts a static tree by sampling the children of each node one after the other, without replacement.
+    """Drafts a static tree by sampling the children of each node without replacement.
 
     This is EAGLE-1's tree at a temperature (Li et al., 2024, arXiv 2401.15077). The first child
     follows ``q = softmax(draft logits / temperature)``; each further child follows ``q`` without
@@ -70,6 +70,7 @@ def sample_static_tree(tree: StaticTree, inputs: DraftInputs) -> tuple[Draft, An
         nonlocal probs
         if logits.shape[1] == 1:
             logits = jnp.broadcast_to(logits, (batch, slots.max() + 1, logits.shape[-1]))
+
         ids = jnp.zeros((batch, children.size), jnp.int32)
         # Children of equal order, the number of their elder siblings, have different parents and
         # are sampled together.
@@ -82,6 +83,7 @@ def sample_static_tree(tree: StaticTree, inputs: DraftInputs) -> tuple[Draft, An
             sampled = jnp.where(greedy, argmax(candidates), draw(q, dice[:, nodes - 1]))
             ids = ids.at[:, selected].set(sampled)
             probs = probs.at[:, nodes].set(inputs.over_target(q))
+            # Younger siblings cannot be the same token.
             logits = logits.at[rows, slots[selected], sampled].set(-jnp.inf)
         return ids
 
@@ -101,20 +103,28 @@ def _grow_by_levels(
     parents = np.array(tree.parents)
     level_of = np.array([0, *(len(path) for path in tree.paths)])
     ranks = np.array([-1, *(path[-1] for path in tree.paths)])
+
+    # `running` are the nodes of the newest run, whose logits `level` has; `ran` all that have run
+    # below the root. The shape of the tree is known, so these indices are constants.
     tokens = jnp.zeros((batch, tree.num_nodes), jnp.int32)
     level = inputs.first
     running = np.array([0])
     ran = np.array([], int)
+
     for depth in range(tree.max_depth):
         children = np.flatnonzero(level_of == depth + 1)
         slots = np.searchsorted(running, parents[children])
         ids = choose(level.logits, slots, ranks[children], children)
         tokens = tokens.at[:, children].set(inputs.to_target(ids))
+
+        # Nodes without children need no run.
         expanding = children[np.isin(children, parents)]
         if expanding.size == 0:
             break
         of_parents = np.searchsorted(running, parents[expanding])
         carry = jax.tree.map(lambda leaf, index=of_parents: leaf[:, index], level.carry)
+
+        # Each node attends to those of its ancestors that have run, and to itself.
         ran = np.concatenate([ran, expanding])
         seen = np.zeros((expanding.size, ran.size), bool)
         for row, node in enumerate(expanding):
@@ -122,7 +132,9 @@ def _grow_by_levels(
                 seen[row, np.flatnonzero(ran == node)] = True
                 node = parents[node]
         mask = jnp.broadcast_to(jnp.asarray(seen), (batch, *seen.shape))
+
         level = inputs.run(tokens[:, expanding], carry, depth, mask, level.memory)
         running = expanding
+
     below = jnp.broadcast_to(jnp.asarray(parents[1:], jnp.int32), (batch, tree.num_nodes - 1))
     return inputs.add_root(tokens[:, 1:], below), level.memory

@@ -1,9 +1,9 @@
-"""Suffix decoding: proposes the tokens that most often followed the last tokens of the text (Oliaro et al., 2024).
+"""Suffix decoding: proposes the tokens that most often followed the last tokens of the text.
 
-SuffixDecoding (arXiv 2411.04975) keeps a suffix tree with counts. Here every match is found in the
-text itself, on the device: a slot matches the last ``m`` tokens if the ``m`` tokens up to it equal
-them. For each length ``m``, a draft begins at all matches. Every step takes the token that follows
-most of the matches and drops those that disagree:
+SuffixDecoding (Oliaro et al., 2024, arXiv 2411.04975) keeps a suffix tree with counts. Here every
+match is found in the text itself, on the device: a slot matches the last ``m`` tokens if the ``m``
+tokens up to it equal them. For each length ``m``, a draft begins at all matches. Every step takes
+the token that follows most of the matches and drops those that disagree:
 
     ``P(d_1 .. d_k | m) = matches that agree with d_1 .. d_k / matches of m tokens``
 
@@ -30,7 +30,9 @@ from eagle3_jax.types import Draft, SamplingParams
 
 @dataclasses.dataclass(frozen=True)
 class Suffix(TextDrafter):
-    """Continues the matches of all suffixes by majority. It has no parameters and needs no training.
+    """Continues the matches of all suffixes by majority.
+
+    It has no parameters and needs no training.
 
     Attributes:
         num_speculative_tokens: ``K``, tokens of a draft. Default: the default length for one row.
@@ -80,36 +82,43 @@ class Suffix(TextDrafter):
         """
         capacity = tokens.shape[0]
         depth = self.num_speculative_tokens
+
         # M suffixes, the longest first. C matches, the longest first, of equally long ones the
         # latest.
         suffix = jnp.arange(self.max_suffix, 0, -1, dtype=jnp.int32)
         rank = jnp.where(run > 0, run * capacity + jnp.arange(capacity, dtype=jnp.int32), -1)
         best, slot = lax.top_k(rank, min(self.max_matches, capacity))
+
+        # next_tokens[c, i] is the i-th token after match c. agreeing[m, c]: match c continues
+        # suffix m as its draft so far does.
         following = slot[:, None] + 1 + jnp.arange(depth, dtype=jnp.int32)[None, :]
         known = following < end
         next_tokens = tokens[jnp.minimum(following, capacity - 1)]
         agreeing = (run[slot][None, :] >= suffix[:, None]) & (best >= 0)[None, :]
+
         total = jnp.sum(agreeing, axis=1, dtype=jnp.float32)
         score = jnp.zeros(suffix.shape, jnp.float32)
         valid = total > 0
         drafted = []
         valid_by_depth = []
         for index in range(depth):
+            # For each match, the number of agreeing matches with the same next token. Of equal
+            # counts `argmax` takes the first: the longest match, then the latest.
             same = next_tokens[:, None, index] == next_tokens[None, :, index]
             same = same & known[:, None, index] & known[None, :, index]
             count = jnp.where(
                 agreeing, agreeing.astype(jnp.float32) @ same.astype(jnp.float32), 0.0
             )
-            chosen = jnp.argmax(
-                count, axis=1
-            )  # the first of equal counts: the longest match, then the latest
+            chosen = jnp.argmax(count, axis=1)
+
+            # The share is P(d_1 .. d_k | m). Their sum is the expected number of accepted tokens.
             share = jnp.max(count, axis=1) / jnp.maximum(total, 1.0)
             valid &= (share > 0) & (share >= self.min_probability)
             score += jnp.where(valid, share, 0.0)
             drafted.append(next_tokens[chosen, index])
             valid_by_depth.append(valid)
             agreeing &= same[chosen]
-        winner = jnp.argmax(
-            jnp.round(score, 4)
-        )  # of sums that are equal up to rounding, that of the longest suffix
+
+        # Of sums that are equal up to rounding the longest suffix wins.
+        winner = jnp.argmax(jnp.round(score, 4))
         return jnp.stack(drafted, axis=1)[winner], jnp.stack(valid_by_depth, axis=1)[winner]

@@ -1,4 +1,4 @@
-"""The base of drafters that read only the text so far: they have no weights and read no features."""
+"""The base of drafters that read only the text so far: no weights, no features."""
 
 from __future__ import annotations
 
@@ -15,25 +15,33 @@ from eagle3_jax.types import DraftSampling, Observation
 
 
 class TextState(struct.PyTreeNode, kw_only=True):
-    """All tokens so far, the root included."""
+    """All tokens so far, the root included.
 
-    tokens: Int[Array, "B S"]  #: ``[B S]``, token ids.
-    length: Int[Array, " B"]  #: ``[B]``, number of tokens.
+    Attributes:
+        tokens: ``[B S]``, token ids.
+        length: ``[B]``, number of tokens.
+    """
+
+    tokens: Int[Array, "B S"]
+    length: Int[Array, " B"]
 
     def count_matches(self, most: int) -> Int[Array, "B S"]:
-        """Counts for each slot how many tokens up to it equal the last tokens of the text, up to ``most``.
+        """Counts for each slot how many tokens up to it equal the last tokens of the text.
 
-        The count is zero at the last token itself and after it.
+        It counts up to ``most`` of them. The count is zero at the last token itself and after it.
         """
         end = self.length[:, None]
         slot = jnp.arange(self.tokens.shape[1], dtype=jnp.int32)[None, :]
         run = jnp.zeros(self.tokens.shape, jnp.int32)
         unbroken = slot < end - 1
+
+        # Backwards from both ends, until the first difference.
         for back in range(most):
             last = jnp.take_along_axis(self.tokens, jnp.maximum(end - 1 - back, 0), axis=1)
             shifted = jnp.roll(self.tokens, back, axis=1)
             unbroken &= (shifted == last) & (slot >= back) & (end - 1 >= back)
             run += unbroken.astype(jnp.int32)
+
         return run
 
     @property
@@ -45,7 +53,10 @@ class TextState(struct.PyTreeNode, kw_only=True):
 
 @dataclasses.dataclass(frozen=True)
 class TextDrafter:
-    """A :class:`~eagle3_jax.types.Drafter` without ``propose``. Its drafts are chains, and functions of the text."""
+    """A :class:`~eagle3_jax.types.Drafter` without ``propose``.
+
+    Its drafts are chains, and functions of the text.
+    """
 
     #: ``K``, tokens of a draft. Default: the default length for one row.
     num_speculative_tokens: int = dataclasses.field(default_factory=default_draft_length)
@@ -77,14 +88,13 @@ class TextDrafter:
             ValueError: ``topology`` is a tree, or ``draft_sampling`` is probabilistic.
         """
         name = type(self).__name__
-        if (
-            draft_sampling is not None
-            and DraftSampling(draft_sampling) is DraftSampling.PROBABILISTIC
-        ):
+        sampling = None if draft_sampling is None else DraftSampling(draft_sampling)
+        if sampling is DraftSampling.PROBABILISTIC:
             raise ValueError(
                 f"{name} has no distribution to draw from; leave draft_sampling out or load a draft"
                 " head"
             )
+
         if topology is None:
             return self
         if not isinstance(topology, Chain):
@@ -101,17 +111,25 @@ class TextDrafter:
         )
 
     def observe(self, params: Any, state: TextState, seen: Observation) -> TextState:
-        """Appends the committed tokens. The last known token is the root, so the first new token replaces it."""
+        """Appends the committed tokens.
+
+        The last known token is the root, which is also the first committed one.
+        """
         del params
         capacity = state.tokens.shape[1]
         fed = seen.tokens.shape[1]
+
+        # The committed tokens, then `next_token` right after a row's last one.
         start = jnp.maximum(state.length - 1, 0)
         step = jnp.arange(fed + 1, dtype=jnp.int32)[None, :]
         new = jnp.concatenate([seen.tokens, seen.next_token[:, None]], axis=1)
         new = jnp.where(step == seen.length[:, None], seen.next_token[:, None], new)
+
+        # Tokens that are not new go to a slot beyond the capacity, where writes are dropped.
         is_new = (step <= seen.length[:, None]) & (seen.length[:, None] > 0)
         slots = jnp.where(is_new, start[:, None] + step, capacity)
         append = jax.vmap(lambda tokens, slots, new: tokens.at[slots].set(new, mode="drop"))
         tokens = append(state.tokens, slots, new)
+
         length = jnp.where(seen.length > 0, start + seen.length + 1, state.length)
         return TextState(tokens=tokens, length=length)

@@ -1,1 +1,4 @@
-"""Acceptance rules other than :class:`eagle3_jax.Exact`, one file each: ``eagle3_jax.types.Verifier``."""
+"""Acceptance rules other than :class:`eagle3_jax.Exact`, one file each.
+
+All of them implement the protocol ``eagle3_jax.types.Verifier``.
+"""

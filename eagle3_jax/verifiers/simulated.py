@@ -1,4 +1,7 @@
-"""Simulated acceptance, to measure the speed of a model shape without trained weights. It is not lossless."""
+"""Simulated acceptance, to measure the speed of a model shape without trained weights.
+
+It is not lossless.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,11 @@ PUBLISHED_RATES = {
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedAcceptance:
-    """Accepts draft tokens at random with given rates, to measure speed without trained weights. It is not lossless.
+    """Accepts draft tokens at random with given rates, to measure speed without trained weights.
 
-    The time of a round depends on the number of accepted tokens, not on which tokens they are. So a
-    model of random weights is as fast as the trained model at the same acceptance. vLLM calls this
-    ``synthetic``. The output is meaningless.
+    It is not lossless. The time of a round depends on the number of accepted tokens, not on which
+    tokens they are. So a model of random weights is as fast as the trained model at the same
+    acceptance. vLLM calls this ``synthetic``. The output is meaningless.
 
     Attributes:
         rates: For each depth, the share of rounds that accept the draft token there and all tokens
@@ -49,7 +52,7 @@ class SimulatedAcceptance:
 
     @classmethod
     def of_conditional_rate(cls, rate: float | int, max_depth: int) -> SimulatedAcceptance:
-        """Returns a rule that accepts each draft token with probability ``rate`` if all before it were accepted.
+        """Returns a rule that accepts a draft token with probability ``rate`` if its parent is.
 
         The rates are ``rate ** depth``.
 
@@ -81,7 +84,10 @@ class SimulatedAcceptance:
 
     @classmethod
     def of_published(cls, name: str, max_depth: int) -> SimulatedAcceptance:
-        """Returns a rule with published rates, a key of ``PUBLISHED_RATES``. Beyond their depth the rates are 0."""
+        """Returns a rule with published rates, a key of ``PUBLISHED_RATES``.
+
+        Beyond their depth the rates are 0.
+        """
         rates = PUBLISHED_RATES[name]
         padded = (*rates, *[0.0] * max_depth)
         return cls(padded[:max_depth])
@@ -109,13 +115,18 @@ class SimulatedAcceptance:
                 f"{len(self.rates)} simulated acceptance rates for drafts of depth {max_depth};"
                 " give one for each depth"
             )
+
         round_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, 0)
         dice = uniforms(round_keys, 1)[:, 0]
         accepted = self._accepted_nodes(draft, dice, max_depth)
         draft = draft.replace(valid=accepted)
+
+        # Where an accepted child follows, the target is certain of it. So the exact rule accepts
+        # these nodes and no others.
         if sampling_mode is SamplingMode.GREEDY:
             next_tokens = _replace_by_children(draft, argmax(logits))
             return verify_greedy(draft, next_tokens, max_depth=max_depth)
+
         probs = probabilities(logits, sampling, sampling_mode)
         children = _replace_by_children(draft, jnp.full(accepted.shape, -1, jnp.int32))
         certain = jax.nn.one_hot(children, probs.shape[-1], dtype=probs.dtype)
@@ -126,12 +137,15 @@ class SimulatedAcceptance:
     def _accepted_nodes(
         self, draft: Draft, dice: Float[Array, " B"], max_depth: int
     ) -> Bool[Array, "B N"]:
-        """Returns the nodes to accept: on the path to the deepest node, as many as the uniform of a row gives."""
+        """Returns the nodes to accept: as many on the path to the deepest node as ``dice`` give."""
+        # A node counts if all its ancestors are valid.
         mask = ancestor_mask(draft.parents, max_depth)
         depth = depths(mask)
-        reached = jnp.all(draft.valid[:, None, :] | ~mask, axis=-1)  # all ancestors are valid
+        reached = jnp.all(draft.valid[:, None, :] | ~mask, axis=-1)
         deepest = jnp.argmax(jnp.where(reached, depth, -1), axis=1)
         path = jnp.take_along_axis(mask, deepest[:, None, None], axis=1)[:, 0]
+
+        # One uniform decides for all depths, because the rate of a depth includes those before it.
         rates = jnp.asarray(self.rates[:max_depth], jnp.float32)[None, :]
         count = jnp.sum(dice[:, None] < rates, axis=1, dtype=jnp.int32)
         return path & (depth <= count[:, None])

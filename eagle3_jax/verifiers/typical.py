@@ -1,4 +1,7 @@
-"""Typical acceptance: accepts draft tokens that are not too unlikely (Cai et al., 2024, section 2.3.1)."""
+"""Typical acceptance: accepts draft tokens that are not too unlikely.
+
+Cai et al. (2024, section 2.3.1).
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ from eagle3_jax.types import Draft, SamplingMode, SamplingParams, Verdict
 
 @dataclasses.dataclass(frozen=True)
 class TypicalAcceptance:
-    """Medusa's rule: accepts a draft token ``x`` if ``p(x) > min(ε, δ · exp(-H(p)))``. It is not lossless.
+    """Medusa's rule: accepts a draft token ``x`` if ``p(x) > min(ε, δ · exp(-H(p)))``.
 
-    ``p`` is the target's distribution for this token after all warpers, and ``H`` its entropy in
-    nats. Of the paths whose tokens are all accepted, the longest is chosen, and of several longest
-    paths the most likely one under the target. The distribution of the draft is not used, and
-    acceptance is not random: the output has the tokens that the drafter prefers among the
-    acceptable ones. Rows of temperature 0 are decoded greedily, which is exact.
+    It is not lossless. ``p`` is the target's distribution for this token after all warpers, and
+    ``H`` its entropy in nats. Of the paths whose tokens are all accepted, the longest is chosen,
+    and of several longest paths the most likely one under the target. The distribution of the draft
+    is not used, and acceptance is not random: the output has the tokens that the drafter prefers
+    among the acceptable ones. Rows of temperature 0 are decoded greedily, which is exact.
 
     The token after the path is the target's most likely one at every temperature, as in the paper
     and its code. So a sampled row has the same text with any seed, except for its first token,
@@ -63,6 +66,8 @@ class TypicalAcceptance:
         """See :class:`~eagle3_jax.types.Verifier`."""
         if sampling_mode is SamplingMode.GREEDY:
             return verify_greedy(draft, argmax(logits), max_depth=max_depth)
+
+        # p(x) > min(ε, δ · exp(-H(p))), with the distribution at the parent.
         probs = probabilities(logits, sampling, sampling_mode)
         entropy = jnp.sum(entr(probs), axis=-1)
         threshold = jnp.minimum(self.epsilon, self.delta * jnp.exp(-entropy))
@@ -76,6 +81,7 @@ class TypicalAcceptance:
             & (p > jnp.take_along_axis(threshold, parents, axis=1))
         )
 
+        # Of the paths whose nodes are all accepted the longest, and of these the likeliest.
         ancestors = ancestor_mask(draft.parents, max_depth)
         node = jnp.arange(draft.tokens.shape[1])
         is_from_root = ancestors[:, :, 0]
@@ -89,6 +95,7 @@ class TypicalAcceptance:
 
         last_ancestors = jnp.take_along_axis(ancestors, last[:, :, None], axis=1)[:, 0]
         path, count = path_of(last_ancestors, ancestors, max_depth)
+
         scores = probs if self.draws_next else logits
         next_scores = jnp.take_along_axis(scores, last[:, :, None], axis=1)[:, 0]
         _, choose = verification_uniforms(keys, logits.shape[1], logits.shape[2])

@@ -129,7 +129,10 @@ def test_a_drafter_comes_from_a_module(cli, source: str, length: int) -> None:
         ),
         (("--drafter", "own_parts:missing"), "own_parts has no 'missing'; see docs/extending.md"),
         (("--drafter", "own_parts:number"), "expected a function of (argument, target)"),
-        (("--drafter", "own_parts:broken"), "list is no drafter: it has no num_nodes, max_depth"),
+        (
+            ("--drafter", "own_parts:broken"),
+            "list is not a drafter: it has no num_nodes, max_depth",
+        ),
         (
             ("--drafter", "none", "--target", "own_parts:number"),
             "expected a function of (argument, dtype)",
@@ -144,7 +147,7 @@ def test_a_drafter_comes_from_a_module(cli, source: str, length: int) -> None:
         ),
         (
             ("--verifier", "own_parts:number"),
-            "int is no verifier: it has no lossless, __call__; see docs/extending.md",
+            "int is not a verifier: it has no lossless, __call__; see docs/extending.md",
         ),
         (
             ("--verifier", "own_parts:narrow"),
@@ -231,7 +234,7 @@ MEMBERS = dict.fromkeys(("vocab_size", "init_cache", "unembed", "__call__"))
     [
         (
             {name: None for name in MEMBERS if name != "init_cache"},
-            "Part is no target: it has no init_cache; see",
+            "Part is not a target: it has no init_cache; see",
         ),
         (
             MEMBERS
