@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eagle3_jax.chat.conversation import apply_chat_template
 from eagle3_jax.decode import LoadedTarget, SpeculativeDecoder
 from eagle3_jax.engine.engine import Engine, ended
 from eagle3_jax.prompts.request import Request
@@ -77,7 +76,7 @@ def around_user(target: LoadedTarget) -> tuple[list[int], int]:
     """
     messages = [{"role": "user", "content": _SENTINEL}]
     # Raises if the target lacks a tokenizer or a template.
-    apply_chat_template(target, messages)
+    target.apply_chat_template(messages)
     assert target.chat_template is not None and target.tokenizer is not None
     before, _, after = target.chat_template.render(messages).partition(_SENTINEL)
     if not before or not after or _SENTINEL in after:
@@ -183,7 +182,7 @@ class Conversations:
         self.dropped.clear()
         engine = _engine(self._target, self._config, self._stop_tokens)
         numbers = iter(self._numbers)
-        # By ticket of the user's turn, and by ticket of the answer.
+        # By request id of the user's turn, and by request id of the answer.
         plans: dict[int, _Plan] = {}
         questions: dict[int, Text] = {}
         known: set[int] = set()
@@ -192,7 +191,7 @@ class Conversations:
             for number in itertools.islice(numbers, engine.free):
                 plan = self._plan(number)
                 request = Request(
-                    tokens=self._prefix + plan.opening,
+                    self._prefix + plan.opening,
                     # The rest of the turn, and the token that ends it.
                     max_new_tokens=self._config.user_length - len(plan.opening) + 1,
                     temperature=self._config.user_temperature,
@@ -202,9 +201,9 @@ class Conversations:
             if engine.idle:
                 return
 
-            for ticket, tokens in ended(engine.tick()):
-                if ticket in plans:
-                    plan = plans.pop(ticket)
+            for request_id, tokens in ended(engine.tick()):
+                if request_id in plans:
+                    plan = plans.pop(request_id)
                     question = self._question(plan.opening, tokens, known)
                     if question is not None:
                         room = self._config.length - len(question.tokens)
@@ -213,7 +212,7 @@ class Conversations:
                         )
                         questions[engine.submit(request)] = question
                 else:
-                    question = questions.pop(ticket)
+                    question = questions.pop(request_id)
                     if _loops(tokens):
                         self.dropped["loop"] += 1
                     else:
@@ -253,7 +252,7 @@ class Conversations:
             return None
         known.add(document)
 
-        prompt = apply_chat_template(self._target, [{"role": "user", "content": text}])
+        prompt = self._target.apply_chat_template([{"role": "user", "content": text}])
         if len(prompt) >= self._config.length:
             self.dropped["too long"] += 1
             return None
@@ -285,7 +284,7 @@ def answers(
     """
     engine = _engine(target, config, target.stop_tokens)
     waiting = enumerate(prompts)
-    # By ticket.
+    # By request id.
     numbers: dict[int, int] = {}
 
     while True:
@@ -303,8 +302,8 @@ def answers(
         if engine.idle and not taken:
             return
 
-        for ticket, tokens in ended(engine.tick()):
-            yield numbers.pop(ticket), [] if _loops(tokens) else tokens
+        for request_id, tokens in ended(engine.tick()):
+            yield numbers.pop(request_id), [] if _loops(tokens) else tokens
 
 
 def _check_length(target: LoadedTarget, config: OwnTextConfig) -> None:
