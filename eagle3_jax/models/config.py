@@ -310,11 +310,29 @@ class GatedMLP:
             )
 
 
-# How a router turns logits into experts and weights. softmax: over all experts, then the k largest.
-# sigmoid: of each logit; a correction is added to choose groups and then k experts, and does not
-# enter the weights. softmax-of-chosen: over the k largest logits. sigmoid-of-input: of the k
-# largest logits; it multiplies the input of an expert instead of its output.
-Router = Literal["softmax", "sigmoid", "softmax-of-chosen", "sigmoid-of-input"]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Router:
+    """How the experts of a token and their weights follow from its logits."""
+
+    #: Whether scores are the softmax over logits; otherwise they are the sigmoid of each logit.
+    is_softmax: bool
+    #: Whether only the ``k`` largest logits have scores, which are the weights. Otherwise all
+    #: logits have scores, and the ``k`` largest scores are chosen.
+    chosen_only: bool = False
+    #: Whether a number for each expert is added to the scores for the choice of groups and then of
+    #: experts (DeepSeek-V3). It does not enter the weights. Logits are then in float32.
+    has_correction: bool = False
+    #: Whether a weight multiplies the input of an expert instead of its output (Llama 4).
+    weighs_input: bool = False
+
+
+RouterName = Literal["softmax", "sigmoid", "softmax-of-chosen", "sigmoid-of-input"]
+ROUTERS: dict[RouterName, Router] = {
+    "softmax": Router(is_softmax=True),
+    "sigmoid": Router(is_softmax=False, has_correction=True),
+    "softmax-of-chosen": Router(is_softmax=True, chosen_only=True),
+    "sigmoid-of-input": Router(is_softmax=False, chosen_only=True, weighs_input=True),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -324,19 +342,16 @@ class Experts:
     num_experts: int  #: ``E``, number of experts.
     per_token: int  #: ``k``, number of experts per token.
     width: int  #: Inner width of an expert.
-    router: Router  #: How the experts of a token and their weights follow from its logits.
-    normalise: bool = (
-        True  #: Whether the weights of a token are divided by their sum (``softmax``, ``sigmoid``).
-    )
+    router: RouterName  #: Key of :data:`ROUTERS`.
+    #: Whether the weights of a token are divided by their sum (``softmax``, ``sigmoid``).
+    normalise: bool = True
     scaling: float = 1.0  #: Factor of the weights after that.
     groups: int = 1  #: Groups of neighbouring experts; whole groups are chosen first (``sigmoid``).
     kept_groups: int = 1  #: Number of groups that are chosen.
-    shared_width: int = (
-        0  #: Inner width of an additional MLP that every token goes through; 0 for none.
-    )
-    shared_gate: bool = (
-        False  #: Whether the sigmoid of one number per token multiplies that MLP's output.
-    )
+    #: Inner width of an additional MLP that every token goes through; 0 for none.
+    shared_width: int = 0
+    #: Whether the sigmoid of one number per token multiplies that MLP's output.
+    shared_gate: bool = False
     bias: bool = False  #: Whether router and experts have biases.
     #: Clamped gates (gpt-oss): ``(up + 1) * gate * sigmoid(1.702 * gate)`` with ``gate <= limit``
     #: and ``|up| <= limit``. With ``None``, ``silu(gate) * up``.
@@ -356,7 +371,9 @@ class Experts:
                 f"{self.num_experts} experts in {self.groups} groups of which {self.kept_groups}"
                 " are kept; expected groups of one size, and no more kept than there are"
             )
-        if self.groups > 1 and (self.router != "sigmoid" or self.num_experts < 2 * self.groups):
+        # A group counts by the sum of its two best scores.
+        fits = self.num_experts >= 2 * self.groups
+        if self.groups > 1 and not (fits and self.routing.has_correction):
             raise ValueError(
                 f"{self.num_experts} experts in {self.groups} groups of a {self.router} router;"
                 " expected a sigmoid router and at least two experts a group"
@@ -365,6 +382,11 @@ class Experts:
             raise ValueError(f"{self.per_token} experts per token; the groups kept have fewer")
         if self.shared_gate and not self.shared_width:
             raise ValueError("shared_gate without a shared expert; give shared_width")
+
+    @property
+    def routing(self) -> Router:
+        """What :attr:`router` names."""
+        return ROUTERS[self.router]
 
 
 Mixer = GroupedQuery | Latent | GatedDelta
