@@ -355,10 +355,15 @@ def _with_cache(
             kernel_mask = unlimited_mask if span.is_unlimited else visible[span]
             kernels[span] = ForKernel(cache.length, size, kernel_mask)
 
-    caches: Sequence[Any] = cache.layers
     return [
-        CacheContext(layer, start, visible[span], kernels[span], invariant)
-        for layer, span in zip(caches, spans, strict=True)
+        CacheContext(
+            layer,  # type: ignore[arg-type]
+            start,
+            visible[span],
+            kernels[span],
+            invariant,
+        )
+        for layer, span in zip(cache.layers, spans, strict=True)
     ]
 
 
