@@ -151,7 +151,7 @@ def experts(
     source = f"{source}.{name}"
     path = f"{path}.mlp"
     rules = linear(f"{source}.{router}", f"{path}.router", bias=config.bias)
-    if config.router == "sigmoid":
+    if config.routing.has_correction:
         rules.append(Rule(f"{source}.{router}.e_score_correction_bias", f"{path}.correction"))
     rules += kernels(config, f"{source}.experts", path)
     if config.shared_width:

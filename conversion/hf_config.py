@@ -32,7 +32,7 @@ from eagle3_jax.models.config import (
     Mixer,
     NormKind,
     RopeConfig,
-    Router,
+    RouterName,
     gated,
     grouped,
     with_window,
@@ -524,7 +524,7 @@ def rope_fields(rope: RopeConfig | None, *, partial: bool = False) -> dict[str, 
 
 
 def read_experts(
-    fields: Fields, router: Router, *, width: str = "moe_intermediate_size", **features: Any
+    fields: Fields, router: RouterName, *, width: str = "moe_intermediate_size", **features: Any
 ) -> Experts:
     """Reads a mixture of experts; ``width`` names the field with the inner width of an expert."""
     counts = {name: fields.optional_size(name) for name in _COUNTS}

@@ -233,7 +233,7 @@ PARTS: Refusals = [
         lambda: with_processors(TARGET, FloatState({})),
         "has a state of float32; expected bool, uint8 or int32",
     ),
-    (lambda: with_processors(TARGET, NGram(3)), "NGram.* is no logits processor"),
+    (lambda: with_processors(TARGET, NGram(3)), "NGram.* is not a logits processor"),
 ]
 MESHES: Refusals = [
     (lambda: parse_mesh("model=4,pipe=2"), "'pipe' is not an axis; the axes are data and model"),

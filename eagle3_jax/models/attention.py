@@ -60,7 +60,9 @@ def attention(
     diagonals: Sequence[KeyValue] = (),
     scoring: Scoring = Scoring(),
 ) -> Float[Array, "B T width"]:
-    """Computes grouped-query attention, ``softmax(q kᵀ / √H) v``, with one float32 softmax over all keys in sight.
+    """Computes grouped-query attention, ``softmax(q kᵀ / √H) v``.
+
+    There is one softmax over all keys in sight, in float32.
 
     Args:
         queries: ``[B T heads H]``, rotated.
@@ -77,6 +79,7 @@ def attention(
     block = _query_block_size(queries, segments)
     if block >= fed:
         return _merge_heads(_attend(queries, segments, diagonals, scoring), queries)
+
     keys, values = segments[0].kv if segments else diagonals[0]
     kv_heads = keys.shape[1]
     # The blocks are collected in float32, so that rounding happens once, as without blocks.
@@ -106,9 +109,13 @@ def _add_block(
     """Computes :func:`_attend` for a block of queries and writes the result into ``out``."""
     # The last block may overlap the one before it. A query's result is the same in both.
     start = jnp.minimum(index * block, queries.shape[1] - block)
-    cut = lambda leaf, axis: lax.dynamic_slice_in_dim(leaf, start, block, axis)
-    cut_mask = lambda mask: mask if mask.shape[1] == 1 else cut(mask, 1)
-    cut_segments = [Segment(kv, cut_mask(mask)) for kv, mask in segments]
+
+    def cut(leaf: Array, axis: int) -> Array:
+        return lax.dynamic_slice_in_dim(leaf, start, block, axis)
+
+    cut_segments = [
+        Segment(kv, mask if mask.shape[1] == 1 else cut(mask, 1)) for kv, mask in segments
+    ]
     cut_diagonals = [KeyValue(cut(keys, 2), cut(values, 2)) for keys, values in diagonals]
     attended = _attend(cut(queries, 1), cut_segments, cut_diagonals, scoring)
     return lax.dynamic_update_slice_in_dim(out, attended, start, axis=3)
@@ -146,10 +153,12 @@ def _attend(
     # on each side.
     rows = queries.reshape(batch, fed, kv_heads, groups, head_dim).transpose(0, 2, 3, 1, 4)
     folded = rows.reshape(batch, kv_heads, groups * fed, head_dim)
+
     precision = matmul_precision(queries.dtype)
     contract = functools.partial(
         jnp.einsum, preferred_element_type=jnp.float32, precision=precision
     )
+
     scores = []
     for segment in segments:
         score = contract("bcqh,bcsh->bcqs", folded, segment.kv.keys)
@@ -161,6 +170,7 @@ def _attend(
         products = (rows * kv.keys[:, :, None]).astype(jnp.float32)
         score = jnp.sum(products, axis=-1, keepdims=True)
         scores.append(scoring.score(score, head_dim))
+
     # One softmax over all runs without joining them: the largest score of all, the sum of all, and
     # the division after the values are summed. On short contexts, joining and splitting would cost
     # more than the products.
@@ -174,6 +184,7 @@ def _attend(
     total = functools.reduce(jnp.add, sums)
     if scoring.sinks is not None:
         total = total + jnp.exp(sinks - largest)
+
     out = jnp.zeros((), jnp.float32)
     for segment, weight in zip(segments, weights[: len(segments)], strict=True):
         folded = weight.reshape(batch, kv_heads, groups * fed, -1).astype(queries.dtype)

@@ -1,4 +1,7 @@
-"""Frozen, hashable descriptions of targets and draft heads. Every shape follows from them; they need no JAX."""
+"""Frozen, hashable descriptions of targets and draft heads.
+
+Every shape follows from them. They need no JAX.
+"""
 
 from __future__ import annotations
 
@@ -60,32 +63,24 @@ class RopeConfig:
     factor: float = 1.0  #: Factor by which the context is extended.
     #: Context length before the extension (``llama3``, ``yarn`` and ``longrope``).
     original_max_positions: int | None = None
-    low_freq_factor: float = (
-        1.0  #: ``llama3``: wavelengths above ``original / low_freq_factor`` are fully stretched.
-    )
-    high_freq_factor: float = (
-        4.0  #: ``llama3``: wavelengths below ``original / high_freq_factor`` do not change.
-    )
-    beta_fast: float = (
-        32.0  #: ``yarn``: a dimension with more rotations than this in the context does not change.
-    )
-    beta_slow: float = (
-        1.0  #: ``yarn``: a dimension with fewer rotations than this is fully interpolated.
-    )
+    #: ``llama3``: wavelengths above ``original / low_freq_factor`` are fully stretched.
+    low_freq_factor: float = 1.0
+    #: ``llama3``: wavelengths below ``original / high_freq_factor`` do not change.
+    high_freq_factor: float = 4.0
+    #: ``yarn``: a dimension with more rotations than this in the context does not change.
+    beta_fast: float = 32.0
+    #: ``yarn``: a dimension with fewer rotations than this is fully interpolated.
+    beta_slow: float = 1.0
     #: ``yarn``, ``longrope``: scale of cosine and sine; ``None`` derives it from ``factor``.
     attention_factor: float | None = None
-    mscale: float | None = (
-        None  #: ``yarn``: numerator exponent of the derived attention factor (DeepSeek's variant).
-    )
-    mscale_all_dim: float | None = (
-        None  #: ``yarn``: denominator exponent of the derived attention factor.
-    )
-    truncate: bool = (
-        True  #: ``yarn``: whether the correction range is rounded outwards to whole dimensions.
-    )
-    partial: float = (
-        1.0  #: Share of a head's channels that rotate, the first ones; the others do not change.
-    )
+    #: ``yarn``: numerator exponent of the derived attention factor (DeepSeek's variant).
+    mscale: float | None = None
+    #: ``yarn``: denominator exponent of the derived attention factor.
+    mscale_all_dim: float | None = None
+    #: ``yarn``: whether the correction range is rounded outwards to whole dimensions.
+    truncate: bool = True
+    #: Share of a head's channels that rotate, the first ones; the others do not change.
+    partial: float = 1.0
     #: Whether channels ``2i`` and ``2i+1`` are a pair, instead of ``i`` and ``i + dim/2``.
     interleaved: bool = False
     #: ``longrope``: factor of the wavelength of each channel pair.
@@ -103,18 +98,10 @@ class RopeConfig:
         check_range(self, 1.0, 1e30, "theta")
         check_range(self, 1e-6, 1.0, "partial")
         check_range(self, 1, MOST, "original_max_positions")
-        check_range(
-            self,
-            1e-6,
-            1e6,
-            "factor",
-            "low_freq_factor",
-            "high_freq_factor",
-            "beta_fast",
-            "beta_slow",
-        )
-        check_range(self, 1e-6, 1e6, "attention_factor")
+        check_range(self, 1e-6, 1e6, "factor", "low_freq_factor", "high_freq_factor")
+        check_range(self, 1e-6, 1e6, "beta_fast", "beta_slow", "attention_factor")
         check_range(self, 0.0, 1e6, "mscale", "mscale_all_dim")
+
         if self.type == "llama3" and self.low_freq_factor > self.high_freq_factor:
             raise ValueError(
                 f"low_freq_factor is {self.low_freq_factor} and high_freq_factor"
@@ -132,7 +119,10 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryScaling:
-    """A factor of rotated queries that grows with position ``p``: ``1 + beta * ln(1 + (p + offset) // floor)``."""
+    """A factor of rotated queries that grows with position ``p``.
+
+    It is ``1 + beta * ln(1 + (p + offset) // floor)``.
+    """
 
     floor: int  #: Number of neighbouring positions that share a factor.
     beta: float  #: Growth of the factor.
@@ -152,9 +142,8 @@ class GroupedQuery:
     num_kv_heads: int  #: ``C``, key and value heads; divides ``num_heads``.
     head_dim: int  #: ``H``; independent of ``width // num_heads``.
     rope: RopeConfig | None = RopeConfig()  #: Rotary embedding; ``None`` for none.
-    window: int | None = (
-        None  #: Tokens that a token attends to, itself included; ``None`` for all before it.
-    )
+    #: Tokens that a token attends to, itself included; ``None`` for all before it.
+    window: int | None = None
     qkv_bias: bool = False  #: Whether the q, k and v projections have a bias.
     o_bias: bool = False  #: Whether the output projection has a bias.
     #: Whether queries and keys are normalised before rotation, by the model's kind of norm.
@@ -166,15 +155,13 @@ class GroupedQuery:
     chunk: int | None = None
     #: Whether queries and keys are divided by their root mean square *after* rotation (Llama 4).
     qk_l2_norm: bool = False
-    sinks: bool = (
-        False  #: Whether each head has one more logit in its softmax, without a value (gpt-oss).
-    )
+    #: Whether each head has one more logit in its softmax, without a value (gpt-oss).
+    sinks: bool = False
     #: Whether the projection of the queries also gives a gate of their shape. Its sigmoid
     #: multiplies the output of attention (Qwen3-Next).
     output_gate: bool = False
-    softcap: float | None = (
-        None  #: Scores become ``softcap * tanh(score / softcap)`` (Gemma 2); ``None`` for no cap.
-    )
+    #: Scores become ``softcap * tanh(score / softcap)`` (Gemma 2); ``None`` for no cap.
+    softcap: float | None = None
     scale: float | None = None  #: Factor of the scores; ``H ** -0.5`` when ``None``.
     qk_norm_kind: QKNorm = "per-head"  #: Statistics and weights of the norm of queries and keys.
 
@@ -192,17 +179,17 @@ class GroupedQuery:
             )
         check_range(self, 1, MOST, "head_dim", "window", "chunk")
         check_range(self, 1e-6, 1e6, "softcap", "scale")
-        pairs = 0 if self.rope is None else int(self.head_dim * self.rope.partial) // 2
+
         rope = self.rope
-        if (
-            rope is not None
-            and rope.type == "longrope"
-            and {len(rope.short_factor), len(rope.long_factor)} != {pairs}
-        ):
-            raise ValueError(
-                f"short_factor has {len(rope.short_factor)} and long_factor {len(rope.long_factor)}"
-                f" numbers; expected {pairs} each, one for a pair of rotating channels"
-            )
+        if rope is not None and rope.type == "longrope":
+            pairs = int(self.head_dim * rope.partial) // 2
+            if not len(rope.short_factor) == len(rope.long_factor) == pairs:
+                raise ValueError(
+                    f"short_factor has {len(rope.short_factor)} and long_factor"
+                    f" {len(rope.long_factor)} numbers; expected {pairs} each, one for a pair of"
+                    " rotating channels"
+                )
+
         if self.window is not None and self.chunk is not None:
             raise ValueError(
                 f"a window of {self.window} and chunks of {self.chunk} exclude each other"
@@ -222,7 +209,10 @@ class GroupedQuery:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, 2024, arXiv 2405.04434): keys and values are linear in one latent."""
+    """Multi-head latent attention (DeepSeek-V2, 2024, arXiv 2405.04434).
+
+    Keys and values are linear in one latent.
+    """
 
     num_heads: int  #: Number of heads.
     q_rank: int | None  #: Width of the queries' latent; ``None`` if queries are projected directly.
@@ -232,12 +222,10 @@ class Latent:
     nope_dim: int  #: Channels of a head's query and key that do not rotate.
     rope_dim: int  #: ``dr``, channels of a head's query and key that rotate.
     value_dim: int  #: Channels of a head's value.
-    rope: RopeConfig = RopeConfig(
-        interleaved=True
-    )  #: Rotary embedding of the ``rope_dim`` channels.
-    scale: float | None = (
-        None  #: Factor of the scores; ``(nope_dim + rope_dim) ** -0.5`` when ``None``.
-    )
+    #: Rotary embedding of the ``rope_dim`` channels.
+    rope: RopeConfig = RopeConfig(interleaved=True)
+    #: Factor of the scores; ``(nope_dim + rope_dim) ** -0.5`` when ``None``.
+    scale: float | None = None
     bias: bool = False  #: Whether the projections to the latents and the output have a bias.
     #: Number of keys that the index of the published model chooses. Texts of at most this length
     #: need no index; longer texts are refused. ``None``: the model has no index.
@@ -310,11 +298,29 @@ class GatedMLP:
             )
 
 
-# How a router turns logits into experts and weights. softmax: over all experts, then the k largest.
-# sigmoid: of each logit; a correction is added to choose groups and then k experts, and does not
-# enter the weights. softmax-of-chosen: over the k largest logits. sigmoid-of-input: of the k
-# largest logits; it multiplies the input of an expert instead of its output.
-Router = Literal["softmax", "sigmoid", "softmax-of-chosen", "sigmoid-of-input"]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Router:
+    """How the experts of a token and their weights follow from its logits."""
+
+    #: Whether scores are the softmax over logits; otherwise they are the sigmoid of each logit.
+    is_softmax: bool
+    #: Whether only the ``k`` largest logits have scores, which are the weights. Otherwise all
+    #: logits have scores, and the ``k`` largest scores are chosen.
+    chosen_only: bool = False
+    #: Whether a number for each expert is added to the scores for the choice of groups and then of
+    #: experts (DeepSeek-V3). It does not enter the weights. Logits are then in float32.
+    has_correction: bool = False
+    #: Whether a weight multiplies the input of an expert instead of its output (Llama 4).
+    weighs_input: bool = False
+
+
+RouterName = Literal["softmax", "sigmoid", "softmax-of-chosen", "sigmoid-of-input"]
+ROUTERS: dict[RouterName, Router] = {
+    "softmax": Router(is_softmax=True),
+    "sigmoid": Router(is_softmax=False, has_correction=True),
+    "softmax-of-chosen": Router(is_softmax=True, chosen_only=True),
+    "sigmoid-of-input": Router(is_softmax=False, chosen_only=True, weighs_input=True),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -324,19 +330,16 @@ class Experts:
     num_experts: int  #: ``E``, number of experts.
     per_token: int  #: ``k``, number of experts per token.
     width: int  #: Inner width of an expert.
-    router: Router  #: How the experts of a token and their weights follow from its logits.
-    normalise: bool = (
-        True  #: Whether the weights of a token are divided by their sum (``softmax``, ``sigmoid``).
-    )
+    router: RouterName  #: Key of :data:`ROUTERS`.
+    #: Whether the weights of a token are divided by their sum (``softmax``, ``sigmoid``).
+    normalise: bool = True
     scaling: float = 1.0  #: Factor of the weights after that.
     groups: int = 1  #: Groups of neighbouring experts; whole groups are chosen first (``sigmoid``).
     kept_groups: int = 1  #: Number of groups that are chosen.
-    shared_width: int = (
-        0  #: Inner width of an additional MLP that every token goes through; 0 for none.
-    )
-    shared_gate: bool = (
-        False  #: Whether the sigmoid of one number per token multiplies that MLP's output.
-    )
+    #: Inner width of an additional MLP that every token goes through; 0 for none.
+    shared_width: int = 0
+    #: Whether the sigmoid of one number per token multiplies that MLP's output.
+    shared_gate: bool = False
     bias: bool = False  #: Whether router and experts have biases.
     #: Clamped gates (gpt-oss): ``(up + 1) * gate * sigmoid(1.702 * gate)`` with ``gate <= limit``
     #: and ``|up| <= limit``. With ``None``, ``silu(gate) * up``.
@@ -356,7 +359,10 @@ class Experts:
                 f"{self.num_experts} experts in {self.groups} groups of which {self.kept_groups}"
                 " are kept; expected groups of one size, and no more kept than there are"
             )
-        if self.groups > 1 and (self.router != "sigmoid" or self.num_experts < 2 * self.groups):
+
+        # A group counts by the sum of its two best scores.
+        fits = self.num_experts >= 2 * self.groups
+        if self.groups > 1 and not (fits and self.routing.has_correction):
             raise ValueError(
                 f"{self.num_experts} experts in {self.groups} groups of a {self.router} router;"
                 " expected a sigmoid router and at least two experts a group"
@@ -365,6 +371,11 @@ class Experts:
             raise ValueError(f"{self.per_token} experts per token; the groups kept have fewer")
         if self.shared_gate and not self.shared_width:
             raise ValueError("shared_gate without a shared expert; give shared_width")
+
+    @property
+    def routing(self) -> Router:
+        """What :attr:`router` names."""
+        return ROUTERS[self.router]
 
 
 Mixer = GroupedQuery | Latent | GatedDelta
@@ -410,18 +421,29 @@ def uniform(num_layers: int, mixer: Mixer, mlp: MLP) -> tuple[LayerConfig, ...]:
 
 
 def with_window(layer: LayerConfig, window: int | None) -> LayerConfig:
-    """Returns the layer with attention to the last ``window`` positions, a token's own included; ``None`` for all."""
+    """Returns the layer with attention to the last ``window`` positions; ``None`` for all.
+
+    A token's own position counts.
+    """
     mixer = dataclasses.replace(grouped(layer), window=window)
     return dataclasses.replace(layer, mixer=mixer)
 
 
 def grouped(layer: LayerConfig) -> GroupedQuery:
-    """Returns the mixer of a layer of grouped-query attention; raises ``ValueError`` for other layers."""
+    """Returns the mixer of a layer of grouped-query attention.
+
+    Raises:
+        ValueError: The layer has another mixer.
+    """
     return _as(layer.mixer, GroupedQuery, "grouped-query attention")
 
 
 def gated(layer: LayerConfig) -> GatedMLP:
-    """Returns the dense MLP of a layer; raises ``ValueError`` for other layers."""
+    """Returns the dense MLP of a layer.
+
+    Raises:
+        ValueError: The layer has another MLP.
+    """
     return _as(layer.mlp, GatedMLP, "a dense MLP")
 
 
@@ -545,6 +567,7 @@ def usual_layers(
     else:
         heads = width // 128 if width % 128 == 0 else 1
         mixer = GroupedQuery(num_heads=heads, num_kv_heads=heads, head_dim=width // heads)
+
     mlp = mlps[0] if mlps else GatedMLP(width=4 * width)
     plain = GroupedQuery(
         num_heads=mixer.num_heads, num_kv_heads=mixer.num_kv_heads, head_dim=mixer.head_dim
@@ -559,7 +582,9 @@ def usual_head(
     mlp_width: int | None = None,
     aux_layers: tuple[int, ...] | None = None,
 ) -> Eagle3Config:
-    """Returns the configuration of most published heads: one layer of the target's sizes, and its default features.
+    """Returns the configuration of most published heads.
+
+    They have one layer of the target's sizes, and read its default features.
 
     Args:
         target: The target.

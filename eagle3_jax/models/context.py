@@ -1,4 +1,4 @@
-"""What the tokens of a block attend to in one layer: the block itself, runs of earlier tokens, or a cache."""
+"""What the tokens of a block attend to: the block, runs of earlier tokens, or a cache."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ class Span(NamedTuple):
     Positions, not slots: siblings of a tree are in different slots at the same position.
     """
 
-    window: int | None = (
-        None  #: Number of most recent positions, the token's own included; ``None`` for all.
-    )
+    #: Number of most recent positions, the token's own included; ``None`` for all.
+    window: int | None = None
     #: Positions are divided into chunks of this size and a token attends to its own chunk; ``None``
     #: for all.
     chunk: int | None = None
@@ -79,14 +78,17 @@ def cache_mask(
     """
     batch = length.shape[0]
     num_queries, size = mask.shape[-2:]
+    # The offset of a slot is its index in the block, negative for a committed slot.
     slot = indices(capacity)[None, :]
     offset = slot - length[:, None]
+
     mask = jnp.broadcast_to(mask, (batch, num_queries, size))
     index = jnp.clip(offset, 0, size - 1)[:, None, :]
     index = jnp.broadcast_to(index, (batch, num_queries, capacity))
     in_block = jnp.take_along_axis(mask, index, axis=2) & (offset < size)[:, None, :]
     is_committed = (offset < 0)[:, None, :]
     visible = jnp.where(is_committed, True, in_block)
+
     if span.is_unlimited:
         return visible
     assert positions is not None
@@ -98,7 +100,10 @@ def cache_mask(
 
 @runtime_checkable
 class AttentionContext(Protocol):
-    """Attention of one layer for the tokens of a block: what they attend to, and which keys and values are kept."""
+    """Attention of one layer for the tokens of a block.
+
+    It decides what they attend to, and which keys and values are stored.
+    """
 
     def attend(
         self, queries: Float[Array, "B T heads H"], kv: KeyValue, scoring: Scoring = Scoring()
@@ -117,9 +122,9 @@ class AttentionContext(Protocol):
 
 
 class BlockContext(NamedTuple):
-    """Attention without a cache: over the block and separate runs of earlier tokens. It keeps the block alone.
+    """Attention without a cache: over the block and separate runs of earlier tokens.
 
-    It is used for prefill and training.
+    It returns the keys and values of the block alone. It is used for prefill and training.
 
     Attributes:
         past: Earlier keys and values with their masks.
@@ -159,11 +164,11 @@ class ForKernel(NamedTuple):
 
 
 class CacheContext(NamedTuple):
-    """Attention with a cache: the block is written after the committed slots, and all slots are one run of tokens.
+    """Attention with a cache: the block is written after the committed slots.
 
-    So a token attends to the tokens before it in the same slots, summed in the same order, whether
-    they were committed earlier or are in its block. A chain is verified with the sums of plain
-    decoding.
+    All slots are one run of tokens. So a token attends to the tokens before it in the same slots,
+    summed in the same order, whether they were committed earlier or are in its block. A chain is
+    verified with the sums of plain decoding.
     """
 
     layer: KeyValues | LatentKeys  #: The layer's cache.
@@ -171,30 +176,31 @@ class CacheContext(NamedTuple):
     visible: Bool[Array, "B T S"]  #: ``[B T S]``, from :func:`cache_mask`.
     #: For arrays that :mod:`eagle3_jax.models.flash` supports; ``None`` to leave attention to XLA.
     kernel: ForKernel | None = None
-    invariant: bool = (
-        False  #: Whether the bits of a token depend on nothing but the tokens before it.
-    )
+    #: Whether the bits of a token depend on nothing but the tokens before it.
+    invariant: bool = False
 
     def attend(
         self, queries: Float[Array, "B T heads H"], kv: KeyValue, scoring: Scoring = Scoring()
     ) -> tuple[Float[Array, "B T width"], KeyValue]:
         """See :class:`AttentionContext`; keeps the whole buffers."""
         written = self.layer.write(kv, self.length)
-        by_xla = lambda queries, kv: attention(queries, (Segment(kv, self.visible),), (), scoring)
         if self.invariant:
             return self._attend_alike(queries, written, scoring), written
+
+        def by_xla(queries: Array, kv: KeyValue) -> Array:
+            return attention(queries, (Segment(kv, self.visible),), (), scoring)
+
         if self.kernel is None or not flash.is_supported(queries, written):
             return by_xla(queries, written), written
-        scale = scoring.factor(queries.shape[-1])
+
         options = {
-            "scale": scale,
+            "scale": scoring.factor(queries.shape[-1]),
             "softcap": scoring.softcap,
             "sinks": scoring.sinks,
             **self.kernel._asdict(),
         }
-        by_kernel = jax.custom_jvp(
-            lambda queries, kv: flash.flash_attention(queries, kv, **options)
-        )
+        # The kernel has no derivative. That of XLA's attention is the same function's.
+        by_kernel = jax.custom_jvp(functools.partial(flash.flash_attention, **options))
         by_kernel.defjvp(functools.partial(jax.jvp, by_xla))
         return by_kernel(queries, written), written
 
@@ -205,6 +211,7 @@ class CacheContext(NamedTuple):
         if self.kernel is not None:
             options = {"scale": scoring.factor(queries.shape[-1]), "softcap": scoring.softcap}
             return flash.invariant_attention(queries, written, **options, **self.kernel._asdict())
+
         # XLA's CPU backend multiplies one or two rows by other kernels than more.
         tokens = queries.shape[1]
         spare = -tokens % ROWS
@@ -300,6 +307,7 @@ def attention_contexts(
             f"the last {num_queries} tokens of a block of {size} were given to a recurrent layer;"
             " expected the whole block, as its earlier tokens are in no state"
         )
+
     states: Sequence[Any] = [None] * len(layers) if cache is None else cache.layers
     if cache is None:
         visible = {span: span.limit(mask, positions, positions) for span in dict.fromkeys(spans)}
@@ -308,6 +316,7 @@ def attention_contexts(
         attending = _with_cache(cache, mask, positions, spans, is_chain, invariant)
     if not any(recurrent):
         return list(attending)
+
     block = RecurrentContext(None, parents_of(mask), _real(mask, length))
     return [
         block._replace(layer=state) if is_recurrent else context
@@ -323,7 +332,10 @@ def _with_cache(
     is_chain: bool,
     invariant: bool,
 ) -> list[AttentionContext]:
-    """Returns one context per layer for a block after the committed slots. Recurrent layers do not use theirs."""
+    """Returns one context per layer for a block after the committed slots.
+
+    Recurrent layers do not use theirs.
+    """
     capacity = next(
         (layer.capacity for layer in cache.layers if isinstance(layer, KeyValues | LatentKeys)), 0
     )
@@ -331,6 +343,8 @@ def _with_cache(
         span: cache_mask(mask, cache.length, capacity, positions=positions, span=span)
         for span in dict.fromkeys(spans)
     }
+
+    # Earlier levels of a draft tree are in the slots before the queries.
     size = mask.shape[-1]
     earlier_levels = size - mask.shape[-2]
     start = cache.length + earlier_levels if earlier_levels else cache.length
@@ -340,8 +354,15 @@ def _with_cache(
         for span in spans:
             kernel_mask = unlimited_mask if span.is_unlimited else visible[span]
             kernels[span] = ForKernel(cache.length, size, kernel_mask)
+
     return [
-        CacheContext(layer, start, visible[span], kernels[span], invariant)  # type: ignore[arg-type]
+        CacheContext(
+            layer,  # type: ignore[arg-type]
+            start,
+            visible[span],
+            kernels[span],
+            invariant,
+        )
         for layer, span in zip(cache.layers, spans, strict=True)
     ]
 
@@ -354,7 +375,10 @@ def parents_of(mask: Bool[Array, "#B T T"]) -> Int[Array, "#B T"]:
 
 
 def _real(mask: Bool[Array, "#B T T"], length: Int[Array, " B"] | None) -> Bool[Array, "#B T"]:
-    """Returns which tokens of a text are real: those that attend to themselves, and come before ``length``."""
+    """Returns which tokens of a text are real.
+
+    They attend to themselves, and come before ``length``.
+    """
     attends_to_itself = jnp.diagonal(mask, axis1=-2, axis2=-1)
     if length is None:
         return attends_to_itself

@@ -1,9 +1,8 @@
-"""The target transformer: one decoder for all kinds of layers, for prefill, verification and training."""
+"""The target transformer: one decoder for all kinds of layers."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from eagle3_jax.models.config import (
     Latent,
     LayerConfig,
     NormKind,
+    NormPlaces,
 )
 from eagle3_jax.models.context import (
     AttentionContext,
@@ -94,10 +94,12 @@ class Block(nnx.Module):
     ):
         norms: dict[str, Any] = {"norm_eps": norm_eps, "norm_kind": norm_kind}
         options: dict[str, Any] = {"precision": precision, "rngs": rngs}
-        new_norm = functools.partial(
-            RMSNorm, width, norm_eps, norm_kind, invariant=precision.invariant
-        )
-        norm = lambda *kinds: new_norm() if config.norms in kinds else None
+
+        def norm(*places: NormPlaces) -> RMSNorm | None:
+            if config.norms not in places:
+                return None
+            return RMSNorm(width, norm_eps, norm_kind, invariant=precision.invariant)
+
         self.attention_norm = norm("before", "around", "parallel") if input_norm else None
         self.attention = MIXERS[type(config.mixer)](
             config.mixer, d_in=width, width=width, **norms, **options
@@ -106,6 +108,7 @@ class Block(nnx.Module):
         self.mlp_norm = norm("before", "around")
         self.mlp = MLPS[type(config.mlp)](width, config.mlp, **options)
         self.mlp_post_norm = norm("after", "around")
+
         self.parallel = config.norms == "parallel"
         self.residual_scale = config.residual_scale
         self.invariant = precision.invariant
@@ -116,15 +119,15 @@ class Block(nnx.Module):
         positions: Int[Array, "B T"],
         context: AttentionContext | RecurrentContext,
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """Returns the residual stream after the block, and the layer's entry of ``TargetOutput.written``."""
+        """Returns the residual stream after the block, and an entry of ``TargetOutput.written``."""
         normalised = _normalise(self.attention_norm, x)
         attended, written = self.attention(normalised, positions, context)
         attended = _normalise(self.attention_post_norm, attended)
         between = x + scaled(attended, self.residual_scale)
         if self.invariant:
-            between = lax.optimization_barrier(
-                between
-            )  # else the norm reads it rounded, and the sum below may not
+            # Without it the norm reads the sum rounded, and the sum below may not.
+            between = lax.optimization_barrier(between)
+
         mlp_input = normalised if self.parallel else _normalise(self.mlp_norm, between)
         mlp_output = _normalise(self.mlp_post_norm, self.mlp(mlp_input))
         return between + scaled(mlp_output, self.residual_scale), written
@@ -149,6 +152,7 @@ class Decoder(nnx.Module):
             {"axes": (vocab, None), "product": OUTPUT} if config.tie_embeddings else {}
         )
         self.embedding = normal_param(rngs, shape, 0.02, **metadata)
+
         options: dict[str, Any] = {"precision": precision, "rngs": rngs}
         norms: dict[str, Any] = {"norm_eps": config.norm_eps, "norm_kind": config.norm_kind}
         self.blocks = nnx.List(
@@ -169,12 +173,16 @@ class Decoder(nnx.Module):
         contexts: Sequence[AttentionContext | RecurrentContext],
         aux_layers: tuple[int, ...],
     ) -> TargetOutput:
-        """Runs the layers; see :class:`eagle3_jax.types.TargetModel`. ``contexts`` has an entry for each layer."""
+        """Runs the layers; see :class:`eagle3_jax.types.TargetModel`.
+
+        ``contexts`` has an entry for each layer.
+        """
         x = embed(self.embedding[...], tokens, self.precision)
         if self.config.embedding_scale != 1.0:
-            x = x * jnp.asarray(
-                self.config.embedding_scale, x.dtype
-            )  # rounded first, as in the PyTorch models
+            # The factor is rounded first, as in the PyTorch models.
+            x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
+
+        # Entry l is the stream that layer l reads. The last two are the output and its norm.
         streams = [x]
         written = []
         for block, context in zip(self.blocks, contexts, strict=True):
@@ -182,6 +190,7 @@ class Decoder(nnx.Module):
             x = lax.optimization_barrier(x) if self.precision.invariant else keep_stream(x)
             streams.append(x)
             written.append(layer_written)
+
         final = self.norm(x)
         streams.append(final)
         empty = jnp.zeros((*x.shape[:2], 0, x.shape[2]), x.dtype)
@@ -228,7 +237,7 @@ class DecoderTarget:
         return param_shapes(Decoder, self.config, self.precision)
 
     def param_axes(self) -> Params:
-        """Returns the :data:`~eagle3_jax.devices.sharding.Axes` of every parameter, in the same nesting."""
+        """Returns the :data:`~eagle3_jax.devices.sharding.Axes` of every parameter."""
         return param_axes(Decoder, self.config, self.precision)
 
     def param_products(self) -> Params:
@@ -239,7 +248,7 @@ class DecoderTarget:
         return param_products(Decoder, self.config, self.precision)
 
     def invariant(self, weights: str = "dense") -> DecoderTarget:
-        """Returns the same target with bits of a token that depend on nothing but the tokens before it.
+        """Returns the same target with bits that depend on nothing but a token and those before it.
 
         They do not depend on the number of tokens that are run together, the batch, or the capacity
         of the cache. Every block is then a chain.
@@ -266,11 +275,11 @@ class DecoderTarget:
                 return f"layer {index} has {type(layer.mlp).__name__} in place of a dense MLP"
         if self.config.norm_kind == "layer":
             return "the target has layer norms, not RMS norms"
+
         backend = jax.default_backend()
         if backend == "cpu":
-            return (
-                "" if weights in ("dense", "int8") else f"weights are {weights}, not dense or int8"
-            )
+            fits = weights in ("dense", "int8")
+            return "" if fits else f"weights are {weights}, not dense or int8"
         if backend != "gpu":
             return f"the device is a {backend.upper()}, not a CPU or an NVIDIA GPU"
         if weights != "dense" or self.precision.name != "bfloat16":
@@ -293,7 +302,10 @@ class DecoderTarget:
         return self.config.vocab_size
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
-        """Returns an empty cache of ``capacity`` slots per row, of an invariant target of a multiple of 64."""
+        """Returns an empty cache of ``capacity`` slots per row.
+
+        An invariant target rounds it up to a multiple of 64.
+        """
         dtype = self.precision.activations
         if self.precision.invariant:
             capacity = -(-capacity // _SLOTS) * _SLOTS
@@ -324,6 +336,7 @@ class DecoderTarget:
                 f"aux_layers is {aux_layers}; expected 0 to {layers} (the output of the last of"
                 f" {layers} layers), or {layers + 1} (after the final norm)"
             )
+
         is_prompt = cache is None
         invariant = self.precision.invariant
         if invariant and is_prompt:
@@ -334,6 +347,7 @@ class DecoderTarget:
             raise ValueError(
                 "the draft is a tree; an invariant target takes chains, whose tokens are in order"
             )
+
         per_layer = attention_contexts(
             self.config.layers,
             mask,
@@ -349,6 +363,8 @@ class DecoderTarget:
         output = decoder(tokens, positions, per_layer, aux_layers)
         if not (invariant and is_prompt):
             return output
+
+        # A prompt returns its own keys and values, not the buffers that it was written to.
         of_prompt = [
             KeyValue(*(buffer[:, :, : tokens.shape[1]] for buffer in layer))
             for layer in output.written
@@ -360,7 +376,7 @@ class DecoderTarget:
         return bind(Decoder, self.config, self.precision, params).unembed(final)
 
     def tables(self, params: Params) -> EmbeddingTables:
-        """Returns the matrices that draft heads borrow if they have no embedding or no output matrix.
+        """Returns the matrices that draft heads borrow: the embedding and the output matrix.
 
         Heads apply neither the factor of the embedding nor the factor and cap of the logits.
         """

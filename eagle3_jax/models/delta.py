@@ -1,7 +1,8 @@
-"""The gated delta net: a recurrent layer after a short causal convolution, for texts and for draft trees."""
+"""The gated delta net: a recurrent layer after a short causal convolution, for texts and trees."""
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -23,8 +24,10 @@ from eagle3_jax.models.layers import (
 )
 from eagle3_jax.models.recurrent import Recurrent, Updates, at_least_two, update_state
 
-CHUNK = 64  # tokens of a text in one triangular system
-_EPS = 1e-6  # added to the squared length of queries and keys, in every published model
+# Tokens of a text in one triangular system.
+CHUNK = 64
+# Added to the squared length of queries and keys, in every published model.
+_EPS = 1e-6
 
 
 class Heads(NamedTuple):
@@ -33,6 +36,38 @@ class Heads(NamedTuple):
     queries: Float[Array, "*any Hk dk"]  #: ``[... Hk dk]``, of length ``dk ** -0.5``.
     keys: Float[Array, "*any Hk dk"]  #: ``[... Hk dk]``, of length 1.
     values: Float[Array, "*any Hk r dv"]  #: ``[... Hk r dv]``.
+
+
+class Node(NamedTuple):
+    """A token of a tree, for each row; with one more axis, all tokens."""
+
+    index: Int[Array, ""]  #: Its number.
+    inputs: Float[Array, "B Hk c"]  #: ``[B Hk c]``, its inputs of the convolution.
+    beta: Float[Array, "B Hk r"]  #: ``[B Hk r]``, ``β``.
+    decay: Float[Array, "B Hk r"]  #: ``[B Hk r]``, ``α``.
+    parent: Int[Array, " B"]  #: ``[B]``, the number of its parent, -1 for the committed tokens.
+
+
+class Slots(NamedTuple):
+    """Windows and states of the committed tokens, in slot 0, and of the nodes after it."""
+
+    windows: Float[Array, "B N Hk P c"]  #: ``[B N Hk P c]``.
+    states: Float[Array, "B N Hk r dk dv"]  #: ``[B N Hk r dk dv]``.
+
+
+class Chunk(NamedTuple):
+    """Tokens of a text; with one more axis, all chunks of a text. See :func:`run_chunks`."""
+
+    queries: Float[Array, "B L Hk dk"]
+    keys: Float[Array, "B L Hk dk"]
+    #: ``[B Hk r L L]``, the share of the delta of token ``j`` in the output of token ``i``.
+    mixing: Float[Array, "B Hk r L L"]
+    constant: Float[Array, "B Hk r L dv"]  #: The deltas for a state of zeros.
+    #: What is subtracted from them for another state, as a factor of that state.
+    state_factor: Float[Array, "B Hk r L dk"]
+    since: Float[Array, "B Hk r L"]  #: ``log α_1..α_i``.
+    until_end: Float[Array, "B Hk r L"]  #: ``α_(i+1)..α_L``.
+    total: Float[Array, "B Hk r 1"]  #: ``log α_1..α_L``.
 
 
 class GatedDeltaNet(nnx.Module):
@@ -64,22 +99,25 @@ class GatedDeltaNet(nnx.Module):
         precision: Precision,
         rngs: nnx.Rngs,
     ):
-        del (
-            norm_kind
-        )  # that of the model's other norms; the weight of this norm is never centred at zero
+        # The kind is that of the model's other norms. This norm's weight is never centred at zero.
+        del norm_kind
         keys = config.num_key_heads * config.key_dim
         values = config.num_value_heads * config.value_dim
         axis = Axis(HEADS, config.num_key_heads)
         options = {"precision": precision, "rngs": rngs}
+
         self.qkvz = Linear(d_in, 2 * keys + 2 * values, axes=(None, axis), **options)
         self.ba = Linear(d_in, 2 * config.num_value_heads, axes=(None, axis), product="", **options)
         taps = (config.kernel, 1, 2 * keys + values)
         self.convolution = normal_param(rngs, taps, config.kernel**-0.5, axes=(None, None, axis))
+
+        # Rates of decay from 0 to 16, as in Qwen3-Next, here without the logarithm of 0.
         rates = jax.random.uniform(
             rngs.params(), (config.num_value_heads,), jnp.float32, 0.01, 16.0
         )
         self.a_log = nnx.Param(jnp.log(rates), axes=(axis,))
         self.dt_bias = nnx.Param(jnp.ones((config.num_value_heads,), jnp.float32), axes=(axis,))
+
         self.norm = RMSNorm(config.value_dim, norm_eps)
         self.o = Linear(values, width, axes=(axis, None), **options)
         self.config = config
@@ -92,6 +130,7 @@ class GatedDeltaNet(nnx.Module):
         That value is the update of the state by each node, or for a text, the state after its last
         token.
         """
+        # The order of the tokens is in the recurrence.
         del positions
         config = self.config
         rows = x.shape[:2]
@@ -101,11 +140,13 @@ class GatedDeltaNet(nnx.Module):
         gate = fused[..., split:]
         ba = keep_fused(self.ba(x)).reshape(*rows, config.num_key_heads, 2, config.group)
         betas, logs = self._rates(ba)
+
         if context.layer is None:
             out, written = self._text(inputs, betas, logs, jnp.broadcast_to(context.real, rows))
         else:
             parents = jnp.broadcast_to(context.parents, rows)
             out, written = self._block(inputs, betas, jnp.exp(logs), parents, context.layer)
+
         out = self.norm(out.astype(x.dtype)).astype(jnp.float32)
         gated = out * jax.nn.silu(gate.reshape(out.shape).astype(jnp.float32))
         return self.o(gated.astype(x.dtype).reshape(*rows, -1)), written
@@ -114,15 +155,16 @@ class GatedDeltaNet(nnx.Module):
         self, ba: Float[Array, "B T Hk 2 r"]
     ) -> tuple[Float[Array, "B T Hk r"], Float[Array, "B T Hk r"]]:
         """Returns ``β`` and ``log α``, in float32."""
-        by_key_head = lambda leaf: (
-            leaf[...].astype(jnp.float32).reshape(1, 1, self.config.num_key_heads, -1)
-        )
+
+        def by_key_head(leaf: nnx.Param) -> Array:
+            return leaf[...].astype(jnp.float32).reshape(1, 1, self.config.num_key_heads, -1)
+
         rate = jax.nn.softplus(ba[..., 1, :].astype(jnp.float32) + by_key_head(self.dt_bias))
         beta = jax.nn.sigmoid(ba[..., 0, :]).astype(jnp.float32)
         return beta, -jnp.exp(by_key_head(self.a_log)) * rate
 
     def _heads(self, taps: list[Float[Array, "*any Hk c"]]) -> Heads:
-        """Returns queries, keys and values for the inputs that the convolution reads, the oldest first."""
+        """Returns queries, keys and values for the inputs of the convolution, the oldest first."""
         config = self.config
         weights = (
             self.convolution[...]
@@ -133,7 +175,10 @@ class GatedDeltaNet(nnx.Module):
         mixed = sum(
             tap.astype(jnp.float32) * weight for tap, weight in zip(taps, weights, strict=True)
         )
-        mixed = jax.nn.silu(mixed.astype(taps[0].dtype)).astype(jnp.float32)  # type: ignore[union-attr]
+        # Rounded before SiLU, as in the published models.
+        rounded = mixed.astype(taps[0].dtype)  # type: ignore[union-attr]
+        mixed = jax.nn.silu(rounded).astype(jnp.float32)
+
         queries, keys, values = jnp.split(mixed, [config.key_dim, 2 * config.key_dim], axis=-1)
         queries = _unit(queries) * config.key_dim**-0.5
         keys = _unit(keys)
@@ -148,10 +193,11 @@ class GatedDeltaNet(nnx.Module):
         parents: Int[Array, "B T"],
         start: Recurrent,
     ) -> tuple[Float[Array, "B T Hk r dv"], Updates]:
-        """Runs a tree after the state ``start``, node by node. A node begins at the state and window of its parent.
+        """Runs a tree after the state ``start``, node by node.
 
-        All computations of a node are inside the scan, where shapes do not depend on the size of
-        the block. So a node of a tree is computed with the same sums as a single token.
+        A node begins at the state and window of its parent. All computations of a node are inside
+        the scan, where shapes do not depend on the size of the block. So a node of a tree is
+        computed with the same sums as a single token.
 
         Returns:
             Outputs ``[B T Hk r dv]``, and the update of the state by each node.
@@ -162,33 +208,37 @@ class GatedDeltaNet(nnx.Module):
         )
         count = steps[0].shape[0]
         grouped = start.grouped
-        slots = (_with_slots(start.window, count), _with_slots(grouped, count))
-        nodes = jnp.arange(count, dtype=jnp.int32)
-        _, by_node = lax.scan(self._run_node, slots, (nodes, *steps))
+        slots = Slots(_with_slots(start.window, count), _with_slots(grouped, count))
+
+        nodes = Node(jnp.arange(count, dtype=jnp.int32), *steps)
+        _, by_node = lax.scan(self._run_node, slots, nodes)
         out, keys, deltas = (jnp.moveaxis(leaf[:size], 0, 1) for leaf in by_node)
         return out, Updates(keys, deltas, decays, inputs)
 
-    def _run_node(
-        self, slots: tuple[Array, Array], node: tuple[Array, ...]
-    ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+    def _run_node(self, slots: Slots, node: Node) -> tuple[Slots, tuple[Array, Array, Array]]:
         """Runs a node of a tree, the step of a scan over its nodes.
 
         Returns:
             Windows and states of all nodes so far, and the node's output, key and delta.
         """
         windows, states = slots
-        index, new, beta, decay, parent = node
-        parent_window = _read_slot(windows, parent)
-        window = jnp.concatenate([parent_window, new[:, :, None].astype(windows.dtype)], axis=2)
+        parent_window = _read_slot(windows, node.parent)
+        new = node.inputs[:, :, None].astype(windows.dtype)
+        window = jnp.concatenate([parent_window, new], axis=2)
         heads = self._heads([window[:, :, tap] for tap in range(self.config.kernel)])
-        state = _read_slot(states, parent)
-        known = jnp.sum(state * decay[..., None, None] * heads.keys[:, :, None, :, None], axis=-2)
-        delta = (heads.values - known) * beta[..., None]
-        state = update_state(state, heads.keys, delta, decay)
+
+        # The delta rule: β (v - α Sᵀ k) replaces what the decayed state has for the key.
+        state = _read_slot(states, node.parent)
+        decayed = state * node.decay[..., None, None]
+        known = jnp.sum(decayed * heads.keys[:, :, None, :, None], axis=-2)
+        delta = (heads.values - known) * node.beta[..., None]
+        state = update_state(state, heads.keys, delta, node.decay)
         out = jnp.sum(state * heads.queries[:, :, None, :, None], axis=-2)
-        windows = lax.dynamic_update_index_in_dim(windows, window[:, :, 1:], index + 1, axis=1)
-        states = lax.dynamic_update_index_in_dim(states, state, index + 1, axis=1)
-        return (windows, states), (out, heads.keys, delta)
+
+        new_window = window[:, :, 1:]
+        windows = lax.dynamic_update_index_in_dim(windows, new_window, node.index + 1, axis=1)
+        states = lax.dynamic_update_index_in_dim(states, state, node.index + 1, axis=1)
+        return Slots(windows, states), (out, heads.keys, delta)
 
     def _text(
         self,
@@ -212,9 +262,12 @@ class GatedDeltaNet(nnx.Module):
         heads = self._heads([padded[:, tap : tap + size] for tap in range(taps + 1)])
         betas, logs = (jnp.where(real[..., None, None], leaf, 0.0) for leaf in (betas, logs))
         out, state = run_chunks(heads, betas, logs)
+
+        # The inputs before the end of each row's text: padding may follow it.
         end = jnp.max(jnp.where(real, jnp.arange(1, size + 1, dtype=jnp.int32), 0), axis=1)
-        last_inputs = lambda run, end: lax.dynamic_slice_in_dim(run, end, taps, axis=0)
+        last_inputs = functools.partial(lax.dynamic_slice_in_dim, slice_size=taps, axis=0)
         window = jax.vmap(last_inputs)(padded, end)
+
         batch, _, _, *matrix = state.shape
         return out, Recurrent(
             state=state.reshape(batch, -1, *matrix), window=jnp.moveaxis(window, 1, 2)
@@ -226,7 +279,8 @@ def run_chunks(
 ) -> tuple[Float[Array, "B T Hk r dv"], Float[Array, "B Hk r dk dv"]]:
     """Computes the gated delta rule over a text, from a state of zeros.
 
-    Within a chunk the deltas ``u`` solve a triangular system,
+    It is the chunkwise form of the paper. Within a chunk the deltas ``u`` solve a
+    triangular system,
 
         ``u_i = β_i (v_i - α_1..α_i S_0ᵀ k_i - Σ_(j<i) α_(j+1)..α_i (k_i · k_j) u_j)``
 
@@ -243,42 +297,53 @@ def run_chunks(
     """
     size = betas.shape[1]
     length = min(CHUNK, size)
-    by_head = lambda leaf: jnp.moveaxis(leaf, 2, 4)  # [chunks B Hk r length ...]
     queries, keys, values, betas, logs = (_cut(leaf, length) for leaf in (*heads, betas, logs))
+
     # The log of α_1..α_i: the share of the state before the chunk that remains at token i.
     since = jnp.cumsum(logs, axis=2)
+    # α_(j+1)..α_i, the share of the delta of token j that remains at token i. Where j > i the
+    # exponent is positive and could overflow, so it is masked before and after.
     before = jnp.tril(jnp.ones((length, length), jnp.bool_))
-    gaps = jnp.moveaxis(
-        since[:, :, :, None] - since[:, :, None], (2, 3), (4, 5)
-    )  # [chunks B Hk r length length]
-    decay = jnp.where(before, jnp.exp(jnp.where(before, gaps, 0.0)), 0.0)  # α_(j+1)..α_i
+    gaps = jnp.moveaxis(since[:, :, :, None] - since[:, :, None], (2, 3), (4, 5))
+    decay = jnp.where(before, jnp.exp(jnp.where(before, gaps, 0.0)), 0.0)
+
     products = _einsum("nbihk,nbjhk->nbhij", keys, keys)[:, :, :, None]
-    system = products * decay * by_head(betas)[..., None]
+    system = products * decay * _by_head(betas)[..., None]
     mixing = _einsum("nbihk,nbjhk->nbhij", queries, keys)[:, :, :, None] * decay
+
     # The right-hand side is a term without S_0 and a factor of S_0. Both are solved for at once.
-    constant = by_head(values * betas[..., None])
-    state_factor = by_head(keys[:, :, :, :, None] * (betas * jnp.exp(since))[..., None])
+    constant = _by_head(values * betas[..., None])
+    state_factor = _by_head(keys[:, :, :, :, None] * (betas * jnp.exp(since))[..., None])
     solved = _solve(system, jnp.concatenate([constant, state_factor], axis=-1))
     constant = solved[..., : values.shape[-1]]
     state_factor = solved[..., values.shape[-1] :]
-    total = by_head(since[:, :, -1:])  # [chunks B Hk r 1]
-    until_end = jnp.exp(total - by_head(since))  # α_(i+1)..α_length
+
+    total = _by_head(since[:, :, -1:])
+    until_end = jnp.exp(total - _by_head(since))
     state = jnp.zeros((*constant.shape[1:4], keys.shape[-1], constant.shape[-1]), jnp.float32)
-    steps = (queries, keys, mixing, constant, state_factor, by_head(since), until_end, total)
-    state, out = lax.scan(_run_chunk, state, steps)
-    out = jnp.moveaxis(out, (0, 4), (1, 2))  # [B chunks length Hk r dv]
-    padded_out = out.reshape(out.shape[0], -1, *out.shape[3:])
+    chunks = Chunk(queries, keys, mixing, constant, state_factor, _by_head(since), until_end, total)
+    state, out = lax.scan(_run_chunk, state, chunks)
+
+    by_token = jnp.moveaxis(out, (0, 4), (1, 2))
+    padded_out = by_token.reshape(by_token.shape[0], -1, *by_token.shape[3:])
     return padded_out[:, :size], state
 
 
-def _run_chunk(state: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
-    """Returns the state after a chunk, and the outputs of its tokens, ``[B Hk r length dv]``."""
-    queries, keys, mixing, constant, state_factor, since, until_end, total = chunk
-    deltas = constant - _einsum("bhrik,bhrkv->bhriv", state_factor, state)
-    out = _einsum("bihk,bhrkv->bhriv", queries, state) * jnp.exp(since)[..., None]
-    out = out + _einsum("bhrij,bhrjv->bhriv", mixing, deltas)
-    added = _einsum("bihk,bhriv->bhrkv", keys, deltas * until_end[..., None])
-    return state * jnp.exp(total)[..., None] + added, out
+def _run_chunk(state: Array, chunk: Chunk) -> tuple[Array, Array]:
+    """Returns the state after a chunk, and the outputs of its tokens, ``[B Hk r L dv]``."""
+    deltas = chunk.constant - _einsum("bhrik,bhrkv->bhriv", chunk.state_factor, state)
+
+    # o_i = (α_1..α_i S_0 + Σ_(j≤i) α_(j+1)..α_i k_j u_jᵀ)ᵀ q_i
+    out = _einsum("bihk,bhrkv->bhriv", chunk.queries, state) * jnp.exp(chunk.since)[..., None]
+    out = out + _einsum("bhrij,bhrjv->bhriv", chunk.mixing, deltas)
+
+    added = _einsum("bihk,bhriv->bhrkv", chunk.keys, deltas * chunk.until_end[..., None])
+    return state * jnp.exp(chunk.total)[..., None] + added, out
+
+
+def _by_head(leaf: Array) -> Array:
+    """Returns ``[chunks B Hk r L ...]`` for ``[chunks B L Hk r ...]``."""
+    return jnp.moveaxis(leaf, 2, 4)
 
 
 def _einsum(pattern: str, *operands: Array) -> Array:
@@ -286,7 +351,7 @@ def _einsum(pattern: str, *operands: Array) -> Array:
 
 
 def _cut(leaf: Array, length: int) -> Array:
-    """Returns ``[chunks B length ...]`` for ``[B T ...]``, padded with zeros."""
+    """Returns ``[chunks B L ...]`` for ``[B T ...]``, padded with zeros."""
     padded = jnp.pad(leaf, ((0, 0), (0, -leaf.shape[1] % length), *[(0, 0)] * (leaf.ndim - 2)))
     chunks = padded.reshape(leaf.shape[0], -1, length, *leaf.shape[2:])
     return jnp.moveaxis(chunks, 1, 0)
@@ -305,7 +370,8 @@ def _solve(
 
 
 def _solve_row(solution: Array, equation: tuple[Array, Array, Array]) -> tuple[Array, None]:
-    index, row, right_side = equation  # rows of the solution that are not computed yet are zeros
+    index, row, right_side = equation
+    # Rows of the solution that are not computed yet are zeros, so all of the row may be multiplied.
     new = right_side - _einsum("...j,...jm->...m", row, solution)
     return lax.dynamic_update_index_in_dim(solution, new, index, axis=-2), None
 
@@ -316,11 +382,14 @@ def _unit(x: Float[Array, "*any dk"]) -> Float[Array, "*any dk"]:
 
 
 def _with_slots(leaf: Array, count: int) -> Array:
-    """Returns ``[B 1 + count ...]``: the committed value in slot 0, and an empty slot for each node."""
+    """Returns ``[B 1 + count ...]``: the committed value, then an empty slot for each node."""
     return jnp.pad(leaf[:, None], ((0, 0), (0, count), *[(0, 0)] * (leaf.ndim - 1)))
 
 
 def _read_slot(slots: Array, node: Int[Array, " B"]) -> Array:
     """Returns each row's value of a node; node -1 is the committed value."""
-    read = lambda row, node: lax.dynamic_index_in_dim(row, node + 1, axis=0, keepdims=False)
+
+    def read(row: Array, node: Array) -> Array:
+        return lax.dynamic_index_in_dim(row, node + 1, axis=0, keepdims=False)
+
     return jax.vmap(read)(slots, node)

@@ -1,9 +1,9 @@
-"""Attention over a cache as one GPU kernel: it reads the slots up to the end of the block once and writes no scores.
+"""Attention over a cache as one GPU kernel, which reads each slot once and writes no scores.
 
 XLA computes the scores of all slots of the cache in float32, writes them to memory and reads them
 again. For long caches, large batches and large trees that is most of the memory traffic of a round.
-The kernel here is FlashAttention-2 split over the slots (flash decoding), written in Pallas, which
-compiles it with Triton.
+The kernel here is FlashAttention-2 (Dao, 2023, arXiv 2307.08691), split over the slots as in flash
+decoding. It is written in Pallas, which compiles it with Triton, and reads no slot after the block.
 
 Split and tile of a slot depend only on its number, and a tile without visible slots changes no bit
 of a query's result. So the sums of a token are the same whether the tokens before it were committed
@@ -20,7 +20,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +32,18 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.cache import KeyValue
 
-_TILE = 64  # slots that are multiplied at once
-_ROWS = 64  # most queries of a program
-_PROGRAMS = 256  # intended number of programs: more than a GPU has multiprocessors (132 on an H200)
-_SPLITS = 16  # of the slots, where bits may not depend on the sizes of the arrays
-_LONGEST = 128  # most tokens of a block; longer blocks are prompts
-_TOLERANCE = 0.05  # largest difference from the reference: several roundings of bfloat16
+# Slots that are multiplied at once.
+_TILE = 64
+# Most queries of a program.
+_ROWS = 64
+# Intended number of programs: more than a GPU has multiprocessors (132 on an H200).
+_PROGRAMS = 256
+# Splits of the slots, where bits may not depend on the sizes of the arrays.
+_SPLITS = 16
+# Most tokens of a block. Longer blocks are prompts.
+_LONGEST = 128
+# Largest difference from the reference: several roundings of bfloat16.
+_TOLERANCE = 0.05
 _VARIABLE = "EAGLE3_ATTENTION"
 _override: contextvars.ContextVar[bool | None] = contextvars.ContextVar(
     "attention by the kernel", default=None
@@ -46,7 +52,7 @@ _override: contextvars.ContextVar[bool | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def enabled(use: bool) -> Iterator[None]:
-    """Traces with or without the kernel within a ``with`` statement, regardless of this process's device."""
+    """Traces with or without the kernel within a ``with`` statement, whatever the device is."""
     token = _override.set(use)
     try:
         yield
@@ -55,11 +61,11 @@ def enabled(use: bool) -> Iterator[None]:
 
 
 def is_enabled() -> bool:
-    """Returns whether attention is traced with the kernel: on NVIDIA GPUs of compute capability 8.0 and more.
+    """Returns whether attention is traced with the kernel.
 
-    At its first use on a device the kernel is compared once with a reference
-    (:func:`agrees_with_reference`). The environment variable ``EAGLE3_ATTENTION=xla`` turns the
-    kernel off and takes precedence over :func:`enabled`.
+    It is on NVIDIA GPUs of compute capability 8.0 and more. At its first use on a device the kernel
+    is compared once with a reference (:func:`agrees_with_reference`). The environment variable
+    ``EAGLE3_ATTENTION=xla`` turns the kernel off and takes precedence over :func:`enabled`.
 
     Raises:
         ValueError: The variable has another value.
@@ -71,9 +77,11 @@ def is_enabled() -> bool:
                 f"{_VARIABLE} is {setting!r}; expected xla, or no such variable for the default"
             )
         return False
+
     use = _override.get()
     if use is not None:
         return use
+
     device = jax.devices()[0]
     is_nvidia = device.platform == "gpu" and device.device_kind.startswith("NVIDIA")
     return (
@@ -118,7 +126,9 @@ def flash_attention(
     invariant: bool = False,
     interpret: bool = False,
 ) -> Float[Array, "B T width"]:
-    """Computes grouped-query attention, ``softmax(q kᵀ · scale) v``, over committed slots and a block after them.
+    """Computes grouped-query attention, ``softmax(q kᵀ · scale) v``, over a cache.
+
+    Queries attend to committed slots and to the block after them.
 
     Args:
         queries: ``[B T heads H]``, rotated queries of the last ``T`` tokens of the block.
@@ -142,35 +152,40 @@ def flash_attention(
     kv_heads, capacity, width = kv.values.shape[1:]
     group = heads // kv_heads
     folded = queries.reshape(batch, tokens, kv_heads, group, key_width).transpose(0, 2, 1, 3, 4)
-    num_queries = tokens * group  # of a key head
-    rows = _ROWS if invariant else min(_ROWS, max(16, 1 << (num_queries - 1).bit_length()))
-    parts = math.ceil(num_queries / rows)
+
+    # A product of tensor cores has at least 16 rows.
+    queries_of_head = tokens * group
+    rows = _ROWS if invariant else min(_ROWS, max(16, 1 << (queries_of_head - 1).bit_length()))
+    parts = math.ceil(queries_of_head / rows)
     tiles = math.ceil(capacity / _TILE)
     splits = _SPLITS if invariant else min(math.ceil(_PROGRAMS / (batch * kv_heads * parts)), tiles)
 
     # The indices of a program: head (of all rows of the batch), part of the queries, split of the
     # slots.
-    whole_head = lambda head, part, split: (head, 0, 0)
     in_specs = [
         pl.BlockSpec((None, rows, key_width), lambda head, part, split: (head, part, 0)),
-        pl.BlockSpec((None, capacity, key_width), whole_head),
-        pl.BlockSpec((None, capacity, width), whole_head),
+        pl.BlockSpec((None, capacity, key_width), lambda head, part, split: (head, 0, 0)),
+        pl.BlockSpec((None, capacity, width), lambda head, part, split: (head, 0, 0)),
         pl.BlockSpec((None,), lambda head, part, split: (head // kv_heads,)),
     ]
     masks = []
     if seen is not None:
         shared = seen.shape[0] == 1
         masks = [seen.astype(jnp.int8)]
-        row_mask = lambda head, part, split: (0 if shared else head // kv_heads, 0, 0)
-        in_specs.append(pl.BlockSpec((None, *seen.shape[1:]), row_mask))
+        mask_spec = pl.BlockSpec(
+            (None, *seen.shape[1:]),
+            lambda head, part, split: (0 if shared else head // kv_heads, 0, 0),
+        )
+        in_specs.append(mask_spec)
     out_specs = [
         pl.BlockSpec((None, None, rows, width), lambda head, part, split: (split, head, part, 0)),
         pl.BlockSpec((None, rows, None), lambda head, part, split: (head, part, split)),
     ]
     out_shape = [
-        jax.ShapeDtypeStruct((splits, batch * kv_heads, num_queries, width), jnp.float32),
-        jax.ShapeDtypeStruct((batch * kv_heads, num_queries, splits), jnp.float32),
+        jax.ShapeDtypeStruct((splits, batch * kv_heads, queries_of_head, width), jnp.float32),
+        jax.ShapeDtypeStruct((batch * kv_heads, queries_of_head, splits), jnp.float32),
     ]
+
     sizes = {"splits": splits, "group": group, "tokens": tokens, "size": size}
     run = pl.pallas_call(
         functools.partial(_kernel, **sizes, scale=scale, softcap=softcap),
@@ -182,7 +197,7 @@ def flash_attention(
         interpret=interpret,
         name="flash_attention",
     )
-    queries_by_head = folded.reshape(batch * kv_heads, num_queries, key_width)
+    queries_by_head = folded.reshape(batch * kv_heads, queries_of_head, key_width)
     keys_by_head = kv.keys.reshape(batch * kv_heads, capacity, key_width)
     values_by_head = kv.values.reshape(batch * kv_heads, capacity, width)
     out, log_sums = run(queries_by_head, keys_by_head, values_by_head, length, *masks)
@@ -191,6 +206,9 @@ def flash_attention(
             out, log_sums, batch=batch, dtype=queries.dtype, group=group, interpret=interpret
         )
 
+    # Flash decoding: each split has the attention over its slots and the log of the sum of its
+    # exponentials. The softmax of those logs are the weights of the splits. A sink is one more
+    # logit whose value is zero.
     shape = (batch, kv_heads, tokens, group)
     log_sums = log_sums.reshape(*shape, splits)
     if sinks is not None:
@@ -203,10 +221,15 @@ def flash_attention(
 
 
 def invariant_attention(
-    queries: Float[Array, "B T heads H"], kv: KeyValue, seen: Bool[Array, "#B T S"] | None, length: Int[Array, " B"],
-    *, size: int, **options: Any,
-) -> Float[Array, "B T width"]:  # fmt: skip
-    """Computes :func:`flash_attention` with ``invariant=True``, and a long block some queries at a time.
+    queries: Float[Array, "B T heads H"],
+    kv: KeyValue,
+    seen: Bool[Array, "#B T S"] | None,
+    length: Int[Array, " B"],
+    *,
+    size: int,
+    **options: Any,
+) -> Float[Array, "B T width"]:
+    """Computes :func:`flash_attention` with ``invariant=True``, ``_LONGEST`` queries at a time.
 
     The mask is over all slots, or ``None``, and the queries are those of the whole block.
     """
@@ -214,6 +237,7 @@ def invariant_attention(
     attend = functools.partial(flash_attention, kv=kv, invariant=True, **options)
     if tokens <= _LONGEST:
         return attend(queries, seen=seen, length=length, size=size)
+
     spare = -tokens % _LONGEST
 
     def chunked(array: Array) -> Array:
@@ -280,7 +304,9 @@ def _join_kernel(out_ref: Any, log_sums_ref: Any, joined_ref: Any) -> None:
 
 @functools.cache
 def agrees_with_reference(attend: Callable[..., Array]) -> bool:
-    """Compares :func:`flash_attention` with attention of JAX on a small ragged case. It warns where they differ.
+    """Compares :func:`flash_attention` with attention of JAX, and warns if they differ.
+
+    The case is small and ragged.
 
     Args:
         attend: The function to run. The answer is remembered.
@@ -290,13 +316,15 @@ def agrees_with_reference(attend: Callable[..., Array]) -> bool:
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         try:
             difference = thread.submit(_largest_difference, attend).result()
-        except Exception as error:  # of the compiler or the device, which have no common type
+        except Exception as error:
+            # Errors of compilers and devices have no common type.
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             warnings.warn(
                 f"the attention kernel failed ({reason[:200]}); attention is left to XLA",
                 stacklevel=2,
             )
             return False
+
     is_right = difference < _TOLERANCE
     if not is_right:
         warnings.warn(
@@ -307,9 +335,15 @@ def agrees_with_reference(attend: Callable[..., Array]) -> bool:
 
 
 def _largest_difference(attend: Callable[..., Array]) -> float:
-    """Returns the largest difference from attention of JAX in float32, for a chain and for two siblings."""
+    """Returns the largest difference from attention of JAX in float32.
+
+    A chain and two siblings are compared.
+    """
     rng = np.random.default_rng(0)
-    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+
+    def normal(*shape: int) -> Array:
+        return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+
     queries = normal(2, 3, 4, 64)
     kv = KeyValue(normal(2, 2, 80, 64), normal(2, 2, 80, 64))
     length = np.array([1, 70], np.int32)
@@ -317,30 +351,45 @@ def _largest_difference(attend: Callable[..., Array]) -> float:
         array.astype(jnp.float32)
         for array in (queries, kv.keys.swapaxes(1, 2), kv.values.swapaxes(1, 2))
     ]
+
     chain = np.tri(3, dtype=bool)
     siblings = chain.copy()
     siblings[2, 1] = False
+
     differences = []
     for mask, kernel_mask in ((chain, None), (siblings, jnp.asarray(siblings)[None])):
         visible = np.zeros((2, 1, 3, 80), bool)
         for row, end in enumerate(length):
             visible[row, :, :, :end] = True
             visible[row, :, :, end : end + 3] = mask
+
         expected = jax.nn.dot_product_attention(
             *in_float32, mask=jnp.asarray(visible), implementation="xla"
         )
         out = attend(queries, kv, kernel_mask, jnp.asarray(length), size=3, scale=64**-0.5)
-        differences.append(
-            np.max(np.abs(np.asarray(out, np.float32) - expected.reshape(out.shape)))
-        )
-    return float(np.max(differences))  # NaN if one of them is
+        errors = np.abs(np.asarray(out, np.float32) - expected.reshape(out.shape))
+        differences.append(np.max(errors))
+    # Python's max could lose a NaN.
+    return float(np.max(differences))
+
+
+class _OnlineSoftmax(NamedTuple):
+    """Sums over the tiles so far (FlashAttention-2, algorithm 1), relative to the largest score."""
+
+    out: Float[Array, "rows Hv"]  #: ``Σ exp(s - largest) v``.
+    total: Float[Array, " rows"]  #: ``Σ exp(s - largest)``.
+    largest: Float[Array, " rows"]  #: The largest score.
 
 
 def _kernel(
-    queries_ref: Any,  # [rows, H], token by token
-    keys_ref: Any,  # [S, H]
-    values_ref: Any,  # [S, Hv]
-    length_ref: Any,  # []
+    # [rows, H], token by token.
+    queries_ref: Any,
+    # [S, H].
+    keys_ref: Any,
+    # [S, Hv].
+    values_ref: Any,
+    # [].
+    length_ref: Any,
     # The mask [T, M] or [T, S], unless the block is a chain. Then the results: attention over the
     # tiles of the split, [rows, Hv], and the log of the sum of the exponentials of its scores,
     # [rows].
@@ -352,12 +401,14 @@ def _kernel(
     scale: float,
     softcap: float | None,
 ) -> None:
-    """Computes one program: ``rows`` queries of one key head over every ``splits``-th tile of slots."""
+    """Computes one program: some queries of a key head, over every ``splits``-th tile of slots."""
     *masks, out_ref, log_sums_ref = mask_and_results
     rows = queries_ref.shape[0]
     capacity = keys_ref.shape[0]
     split = pl.program_id(2)
     length = length_ref[...]
+
+    # A row is a token and one of the query heads that share the key head.
     row = pl.program_id(1) * rows + jnp.arange(rows, dtype=jnp.int32)
     real = row < tokens * group
     token = row // group
@@ -366,9 +417,8 @@ def _kernel(
         if not masks:
             return slots[None, :] <= (length + size - tokens + token)[:, None]
         covered = masks[0].shape[1]
-        index = (
-            slots - length if covered == size else slots
-        )  # negative for committed slots, which are always seen
+        # Negative for committed slots, which are always seen.
+        index = slots - length if covered == size else slots
         inside = real[:, None] & ((index >= 0) & (index < covered))[None, :]
         seen = triton.load(masks[0].at[token[:, None], index[None, :]], mask=inside, other=0)
         return (seen != 0) | (index < 0)[None, :]
@@ -376,35 +426,37 @@ def _kernel(
     all_rows = pl.ds(0, rows)
     queries = triton.load(queries_ref.at[all_rows, :], mask=real[:, None], other=0)
 
-    def add_tile(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        out, total, largest = carry
+    def add_tile(index: Array, sums: _OnlineSoftmax) -> _OnlineSoftmax:
         first = (index * splits + split) * _TILE
         slots = first + jnp.arange(_TILE, dtype=jnp.int32)
         inside = slots < capacity
-        load = lambda ref: triton.load(
-            ref.at[pl.ds(first, _TILE), :], mask=inside[:, None], other=0
-        )
+
+        def load(ref: Any) -> Array:
+            return triton.load(ref.at[pl.ds(first, _TILE), :], mask=inside[:, None], other=0)
+
         scores = triton.dot(queries, load(keys_ref), trans_b=True) * scale
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
         scores = jnp.where(is_seen(slots), scores, jnp.finfo(jnp.float32).min)
-        new_largest = jnp.maximum(largest, jnp.max(scores, axis=1))
-        weights = jnp.exp(scores - new_largest[:, None])
-        correction = jnp.exp(largest - new_largest)
+
+        # What was summed relative to the old maximum is scaled to the new one.
+        largest = jnp.maximum(sums.largest, jnp.max(scores, axis=1))
+        weights = jnp.exp(scores - largest[:, None])
+        correction = jnp.exp(sums.largest - largest)
         part = triton.dot(weights.astype(values_ref.dtype), load(values_ref))
-        new_out = out * correction[:, None] + part
-        return new_out, total * correction + jnp.sum(weights, axis=1), new_largest
+        out = sums.out * correction[:, None] + part
+        return _OnlineSoftmax(out, sums.total * correction + jnp.sum(weights, axis=1), largest)
 
     tiles = (length + size + _TILE - 1) // _TILE
-    start = (
+    start = _OnlineSoftmax(
         jnp.zeros(out_ref.shape, jnp.float32),
         jnp.zeros((rows,), jnp.float32),
         jnp.full((rows,), jnp.finfo(jnp.float32).min, jnp.float32),
     )
     num_tiles = jnp.maximum(tiles - split + splits - 1, 0) // splits
     out, total, largest = lax.fori_loop(0, num_tiles, add_tile, start)
-    total = jnp.maximum(
-        total, jnp.finfo(jnp.float32).tiny
-    )  # a split after the end of the block has no tile
+
+    # A split after the end of the block has no tile, and a total of zero.
+    total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     triton.store(out_ref.at[all_rows, :], out / total[:, None], mask=real[:, None])
     triton.store(log_sums_ref.at[all_rows], largest + jnp.log(total), mask=real)

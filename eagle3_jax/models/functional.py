@@ -1,4 +1,4 @@
-"""Converts between NNX modules, which own their arrays, and the pure functions that the decoder compiles."""
+"""Converts between NNX modules, which own their arrays, and pure functions of parameters."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def _abstract(build: Callable[..., nnx.Module], config: Any, precision: Any) -> 
 
 
 def param_shapes(build: Callable[..., nnx.Module], config: Any, precision: Any) -> Params:
-    """Returns the ``jax.ShapeDtypeStruct`` of every parameter of a module, as a nested dictionary."""
+    """Returns the ``jax.ShapeDtypeStruct`` of every parameter, as a nested dictionary."""
     return nnx.to_pure_dict(_abstract(build, config, precision)[1])
 
 
 def param_axes(build: Callable[..., nnx.Module], config: Any, precision: Any) -> Params:
-    """Returns the :data:`~eagle3_jax.devices.sharding.Axes` of every parameter, in the nesting of the parameters.
+    """Returns the :data:`~eagle3_jax.devices.sharding.Axes` of every parameter, nested alike.
 
     A parameter declares its axes where it is created. Every device holds all of a parameter without
     axes.
@@ -33,10 +33,11 @@ def param_axes(build: Callable[..., nnx.Module], config: Any, precision: Any) ->
 
 
 def param_products(build: Callable[..., nnx.Module], config: Any, precision: Any) -> Params:
-    """Returns the kind of product that reads each parameter: ``layer``, ``output``, or an empty text for none.
+    """Returns the kind of product that reads each parameter, in the nesting of the parameters.
 
-    A parameter declares its kind where it is created. Only parameters with a kind may be in eight
-    bits (:mod:`eagle3_jax.models.quantised`).
+    A kind is ``layer``, ``output``, or an empty text for none. A parameter declares its kind where
+    it is created. Only parameters with a kind may be in eight bits
+    (:mod:`eagle3_jax.models.quantised`).
     """
     return _metadata(build, config, precision, "product", "")
 
@@ -45,10 +46,13 @@ def _metadata(
     build: Callable[..., nnx.Module], config: Any, precision: Any, name: str, default: Any
 ) -> Params:
     """Returns the metadata ``name`` of every parameter, in the nesting of the parameters."""
+
+    def read(variable: nnx.Variable) -> nnx.Variable:
+        return variable.replace(variable.get_metadata().get(name, default))
+
     _, state = _abstract(build, config, precision)
-    read = lambda variable: variable.replace(variable.get_metadata().get(name, default))
-    is_variable = lambda node: isinstance(node, nnx.Variable)
-    return nnx.to_pure_dict(jax.tree.map(read, state, is_leaf=is_variable))
+    values = jax.tree.map(read, state, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    return nnx.to_pure_dict(values)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -61,15 +65,19 @@ def init_params(
 
 
 def bind(build: Callable[..., nnx.Module], config: Any, precision: Any, params: Params) -> Any:
-    """Returns the module with these parameters. It runs while tracing, so it costs nothing at run time."""
+    """Returns the module with these parameters.
+
+    It runs while tracing, so it costs nothing at run time.
+    """
     graphdef, abstract = _abstract(build, config, precision)
-    state = jax.tree.map(lambda leaf: leaf, abstract)  # a copy: the cached one stays abstract
+    # A copy, so that the cached state stays abstract.
+    state = jax.tree.map(lambda leaf: leaf, abstract)
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graphdef, state)
 
 
 def call_cached(module: nnx.Module, *args: Any) -> Any:
-    """Returns ``module(*args)``, traced and lowered once for all equal modules and arguments of the same shapes.
+    """Returns ``module(*args)``, traced once for all equal modules and arguments of equal shapes.
 
     It is for the layers of a model and the steps of a draft. The compiler still inlines every call.
 

@@ -1,8 +1,9 @@
-"""Grouped-query attention as a layer: projections, norms and rotation; the layer's context attends."""
+"""Grouped-query attention as a layer: projections, norms and rotation; its context attends."""
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,15 @@ from eagle3_jax.models.config import GroupedQuery, NormKind
 from eagle3_jax.models.context import AttentionContext
 from eagle3_jax.models.layers import Linear, Precision, RMSNorm, keep_fused, normalised
 from eagle3_jax.models.rope import rotate, scale_queries
+
+
+class Projections(NamedTuple):
+    """What the tokens of a block attend with."""
+
+    queries: Float[Array, "B T heads H"]  #: ``[B T heads H]``.
+    kv: KeyValue  #: Keys and values.
+    #: ``[B T heads·H]``, gates of the attended values; ``None`` if the layer has none.
+    gate: Float[Array, "B T width"] | None
 
 
 class Attention(nnx.Module):
@@ -44,6 +54,7 @@ class Attention(nnx.Module):
         axis = Axis(HEADS, config.num_kv_heads)
         columns = (heads * (1 + config.output_gate) + 2 * config.num_kv_heads) * size
         options = {"precision": precision, "rngs": rngs}
+
         self.qkv = Linear(d_in, columns, axes=(None, axis), bias=config.qkv_bias, **options)
         self.o = Linear(heads * size, width, axes=(axis, None), bias=config.o_bias, **options)
         if config.qk_norm:
@@ -52,6 +63,7 @@ class Attention(nnx.Module):
             )
             self.q_norm = norm(config, heads)
             self.k_norm = norm(config, config.num_kv_heads)
+
         if config.sinks:
             self.sinks = nnx.Param(jnp.zeros((heads,), jnp.float32), axes=(axis,))
         self.config = config
@@ -60,7 +72,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D_in"], positions: Int[Array, "B T"], context: AttentionContext
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
-        """Returns the layer's output ``[B T D]`` and the keys and values for ``LayerCache.commit`` or ``fill``."""
+        """Returns the output ``[B T D]``, and the keys and values for the layer's cache."""
         config = self.config
         queries, kv, gate = self.project(x, positions)
         sinks = self.sinks[...] if config.sinks else None
@@ -69,10 +81,8 @@ class Attention(nnx.Module):
         gated = attended if gate is None else attended * jax.nn.sigmoid(gate)
         return self.o(gated), written
 
-    def project(
-        self, x: Float[Array, "B T D_in"], positions: Int[Array, "B T"]
-    ) -> tuple[Float[Array, "B T heads H"], KeyValue, Float[Array, "B T width"] | None]:
-        """Returns queries, keys and values, rotated, and the output gates ``[B T heads·H]``, if the layer has them."""
+    def project(self, x: Float[Array, "B T D_in"], positions: Int[Array, "B T"]) -> Projections:
+        """Returns queries, keys and values, rotated, and the output gates."""
         config = self.config
         rows = x.shape[:2]
         group = config.group
@@ -81,12 +91,14 @@ class Attention(nnx.Module):
         keys = fused[:, :, :, group]
         values = fused[:, :, :, group + 1]
         gate = fused[:, :, :, group + 2 :].reshape(*rows, -1) if config.output_gate else None
+
         if config.qk_norm and config.qk_norm_kind == "whole":
             queries = self.q_norm(queries.reshape(*rows, -1)).reshape(queries.shape)
             keys = self.k_norm(keys.reshape(*rows, -1)).reshape(keys.shape)
         elif config.qk_norm:
             queries = self.q_norm(queries)
             keys = self.k_norm(keys)
+
         if config.rope is not None:
             queries = rotate(queries, positions, config.rope)
             keys = rotate(keys, positions, config.rope)
@@ -95,8 +107,9 @@ class Attention(nnx.Module):
             keys = normalised(keys, self.norm_eps).astype(keys.dtype)
         if config.query_scaling is not None:
             queries = scale_queries(queries, positions, config.query_scaling)
+
         kv = KeyValue(jnp.moveaxis(keys, 1, 2), jnp.moveaxis(values, 1, 2))
-        return queries, kv, gate
+        return Projections(queries, kv, gate)
 
 
 def _norm_of_heads(

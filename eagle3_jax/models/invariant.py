@@ -22,7 +22,8 @@ from jaxtyping import Array, DTypeLike, Float
 
 #: Rows of every product outside GPUs. XLA's CPU backend has its fastest products for two to four.
 ROWS = 4
-_FEWEST_STEPS = 4  # of a program over the inputs
+# Fewest steps of a program over the inputs.
+_FEWEST_STEPS = 4
 
 
 class Tile(NamedTuple):
@@ -33,9 +34,8 @@ class Tile(NamedTuple):
     inputs: int = 128
     warps: int = 4
     stages: int = 4
-    programs: int = (
-        256  #: Intended number of programs: more than a GPU has multiprocessors (132 on an H200).
-    )
+    #: Intended number of programs: more than a GPU has multiprocessors (132 on an H200).
+    programs: int = 256
 
 
 def product(
@@ -71,11 +71,14 @@ def _product_by_tiles(rows: Array, kernel: Array, dtype: DTypeLike, inputs: int)
 def in_tiles(
     multiply: Callable[[Array], Array], rows: Float[Array, "M D_in"]
 ) -> Float[Array, "M D_out"]:
-    """Computes ``multiply(rows)`` for :data:`ROWS` rows at a time, so that the compiler sees one shape only."""
+    """Computes ``multiply(rows)`` for :data:`ROWS` rows at a time, which is one shape for XLA."""
+
+    def isolated(tile: Array) -> Array:
+        # The barriers keep what is before and after the product out of its kernel.
+        return lax.optimization_barrier(multiply(lax.optimization_barrier(tile)))
+
     count, width = rows.shape
     tiles = jnp.pad(rows, ((0, -count % ROWS), (0, 0))).reshape(-1, ROWS, width)
-    # The barriers keep what is before and after the product out of its kernel.
-    isolated = lambda tile: lax.optimization_barrier(multiply(lax.optimization_barrier(tile)))
     out = isolated(tiles[0])[None] if len(tiles) == 1 else lax.map(isolated, tiles)
     return out.reshape(-1, out.shape[-1])[:count]
 
@@ -109,6 +112,7 @@ def product_by_kernel(
     if splits is None:
         splits = max(1, min(round(tile.programs / columns), steps // _FEWEST_STEPS))
     steps_of_split = math.ceil(steps / splits)
+
     sizes = {"count": count, "width": width, "outputs": outputs, "inputs": inputs, "splits": splits}
     body = functools.partial(_product_kernel, tile=tile, steps=steps_of_split, **sizes)
     out = pl.pallas_call(
@@ -123,6 +127,8 @@ def product_by_kernel(
         interpret=interpret,
         name="product",
     )(rows, kernel)
+
+    # The splits are added in one order, whatever the number of rows is.
     total = functools.reduce(jnp.add, [out[split] for split in range(splits)])
     return rounded(total, dtype)
 
@@ -144,6 +150,7 @@ def _product_kernel(
     row = pl.program_id(0) * tile.rows
     column = pl.program_id(1) * tile.outputs
     split = pl.program_id(2)
+
     are_rows = row + jnp.arange(tile.rows, dtype=jnp.int32) < count
     are_outputs = column + jnp.arange(tile.outputs, dtype=jnp.int32) < outputs
     # Without a mask the loads of the weights are wider.
@@ -157,13 +164,15 @@ def _product_kernel(
         some_outputs = pl.ds(column, tile.outputs)
         mask = are_rows[:, None] & are_inputs[None, :]
         factors = triton.load(rows_ref.at[pl.ds(row, tile.rows), some_inputs], mask=mask, other=0)
-        axes = (some_outputs, some_inputs) if by_output else (some_inputs, some_outputs)
-        first_axis, second_axis = (
-            (are_outputs, are_inputs) if by_output else (are_inputs, are_outputs)
-        )
-        options = (
-            {} if is_even else {"mask": first_axis[:, None] & second_axis[None, :], "other": 0}
-        )
+
+        axes = (some_inputs, some_outputs)
+        inside = (are_inputs, are_outputs)
+        if by_output:
+            axes = axes[::-1]
+            inside = inside[::-1]
+        options: dict[str, Any] = {}
+        if not is_even:
+            options = {"mask": inside[0][:, None] & inside[1][None, :], "other": 0}
         weights = triton.load(kernel_ref.at[axes], **options)
         return total + triton.dot(factors, weights, trans_b=by_output)
 
@@ -176,7 +185,7 @@ def _product_kernel(
 def norm(
     x: Float[Array, "*rows D"], scale: Array, eps: float, *, interpret: bool = False
 ) -> Float[Array, "*rows D"]:
-    """Computes an RMS norm of each row with one kernel for NVIDIA GPUs: ``x / sqrt(mean(x²) + eps)``, times ``scale``.
+    """Computes ``x / sqrt(mean(x²) + eps)``, times ``scale``, with a kernel for NVIDIA GPUs.
 
     Args:
         x: The rows.
@@ -188,6 +197,7 @@ def norm(
     width = x.shape[-1]
     rows = x.reshape(-1, width)
     scales = scale.reshape(-1, width)
+    # Arrays of Triton have a power of two of elements.
     padded = 1 << (width - 1).bit_length()
     out = pl.pallas_call(
         functools.partial(_norm_kernel, width=width, padded=padded, heads=len(scales), eps=eps),
@@ -215,7 +225,10 @@ def _norm_kernel(
 
 
 def rounded(x: Float[Array, "*any"], dtype: DTypeLike) -> Float[Array, "*any"]:
-    """Returns ``x`` in another type. The compiler may not skip the rounding, as it may with a mere conversion."""
+    """Returns ``x`` in another type.
+
+    The compiler may not skip the rounding, as it may with a mere conversion.
+    """
     if x.dtype == dtype:
         return x
     info = jnp.finfo(dtype)

@@ -1,4 +1,4 @@
-"""Multi-head latent attention as a layer (DeepSeek-V2, 2024, arXiv 2405.04434), in its absorbed form."""
+"""Multi-head latent attention as a layer (DeepSeek-V2, arXiv 2405.04434), in its absorbed form."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from eagle3_jax.models.layers import (
 )
 from eagle3_jax.models.rope import rotate
 
-_LATENT_EPS = (
-    1e-6  # of the norms of latents, in every published model; other norms of a model may differ
-)
+# Of the norms of latents, in every published model. Other norms of a model may differ.
+_LATENT_EPS = 1e-6
 
 
 class LatentAttention(nnx.Module):
@@ -48,18 +47,21 @@ class LatentAttention(nnx.Module):
         precision: Precision,
         rngs: nnx.Rngs,
     ):
-        del norm_eps  # the norms of latents use _LATENT_EPS
+        # The norms of latents use _LATENT_EPS.
+        del norm_eps
         heads = config.num_heads
         rank = config.kv_rank
         axis = Axis(HEADS, heads)
         columns = heads * (config.nope_dim + config.rope_dim)
         options = {"precision": precision, "rngs": rngs}
+
         if config.q_rank is None:
             self.q = Linear(d_in, columns, axes=(None, axis), **options)
         else:
             self.q_a = Linear(d_in, config.q_rank, bias=config.bias, **options)
             self.q_a_norm = RMSNorm(config.q_rank, _LATENT_EPS, norm_kind)
             self.q_b = Linear(config.q_rank, columns, axes=(None, axis), **options)
+
         self.kv_a = Linear(d_in, config.channels, bias=config.bias, **options)
         self.kv_a_norm = RMSNorm(rank, _LATENT_EPS, norm_kind)
         self.key_up = normal_param(rngs, (heads, config.nope_dim, rank), rank**-0.5, axes=(axis,))
@@ -75,13 +77,14 @@ class LatentAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D_in"], positions: Int[Array, "B T"], context: AttentionContext
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B 1 S R"]]:
-        """Returns the layer's output ``[B T D]`` and the latents for ``LayerCache.commit`` or ``fill``."""
+        """Returns the output ``[B T D]`` and the latents for ``LayerCache.commit`` or ``fill``."""
         config = self.config
         rows = x.shape[:2]
         scale = config.scale or (config.nope_dim + config.rope_dim) ** -0.5
         latents = self._latents(x, positions)
         queries = self._queries(x, positions)
         attended, written = context.attend(queries, KeyValue(latents, latents), Scoring(scale))
+
         # The rotated channels are not values, but a buffer without them would be a copy of the
         # cache.
         attended = attended.reshape(*rows, config.num_heads, -1)[..., : config.kv_rank]
@@ -91,7 +94,7 @@ class LatentAttention(nnx.Module):
     def _queries(
         self, x: Float[Array, "B T D_in"], positions: Int[Array, "B T"]
     ) -> Float[Array, "B T heads R"]:
-        """Returns queries of the latents, followed by queries of the rotated key, in one vector per head."""
+        """Returns a vector per head: the query of the latents, then that of the rotated key."""
         config = self.config
         queries = self.q(x) if config.q_rank is None else self.q_b(self.q_a_norm(self.q_a(x)))
         queries = keep_fused(queries).reshape(*x.shape[:2], config.num_heads, -1)
@@ -104,7 +107,7 @@ class LatentAttention(nnx.Module):
     def _latents(
         self, x: Float[Array, "B T D_in"], positions: Int[Array, "B T"]
     ) -> Float[Array, "B 1 T R"]:
-        """Returns what the cache stores per token: the normalised latent, then the rotated key of all heads."""
+        """Returns what the cache stores of a token: its latent, then the key that heads share."""
         fused = keep_fused(self.kv_a(x))
         latents = fused[..., : self.config.kv_rank]
         keys = fused[..., self.config.kv_rank :]

@@ -13,9 +13,10 @@ from eagle3_jax.devices.sharding import ROWS
 
 
 class LatentKeys(struct.PyTreeNode, kw_only=True):
-    """The :class:`~eagle3_jax.cache.LayerCache` of latent attention: one head whose keys are also its values.
+    """The :class:`~eagle3_jax.cache.LayerCache` of latent attention.
 
-    All heads read the same latents, so every device of a mesh holds all of them.
+    It has one head, whose keys are also its values. All query heads read the same latents, so every
+    device of a mesh holds all of them.
     """
 
     axes: ClassVar[tuple[str, ...]] = (ROWS,)
@@ -49,5 +50,5 @@ class LatentKeys(struct.PyTreeNode, kw_only=True):
         count: Int[Array, " B"],
         nodes: Int[Array, "B T"] | None = None,
     ) -> LatentKeys:
-        """See :class:`~eagle3_jax.cache.LayerCache`; ``written`` are the keys from :meth:`write`."""
+        """See :class:`~eagle3_jax.cache.LayerCache`; ``written`` are keys from :meth:`write`."""
         return LatentKeys(latents=compact_accepted(written, length, count, nodes))

@@ -1,4 +1,4 @@
-"""Layers of targets and draft heads: linear, norm, SwiGLU; and matrix products under a named precision."""
+"""Layers of targets and draft heads: linear, norm, SwiGLU; matrix products under a precision."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ IN_FLOAT32 = frozenset({"router", "correction", "a_log", "dt_bias"})
 
 
 def stored_type(path: tuple[Any, ...], ndim: int, precision: Precision) -> DTypeLike:
-    """Returns the type of a parameter on the device: ``operands`` for matrices, ``activations`` for vectors and norms.
+    """Returns the type of a parameter on the device.
+
+    Matrices have the type of ``operands``, vectors and norms that of ``activations``.
 
     Args:
         path: Keys in the nested dictionary of parameters, as from ``jax.tree_util``.
@@ -79,7 +81,8 @@ def cast(params: Any, precision: Precision, shardings: Any = None) -> Any:
         precision: The types.
         shardings: A sharding per array. Default: the default device.
     """
-    copying: list[Any] = []  # the array whose copy may not have ended
+    # The array whose copy may not have ended.
+    copying: list[Any] = []
 
     def put(path: tuple[Any, ...], leaf: Any, sharding: NamedSharding | None = None) -> Any:
         array = _put(path, leaf, precision, sharding)
@@ -95,11 +98,12 @@ def cast(params: Any, precision: Precision, shardings: Any = None) -> Any:
 def _put(
     path: tuple[Any, ...], leaf: Any, precision: Precision, sharding: NamedSharding | None
 ) -> Any:
-    """Puts a parameter on the device: an array in its stored type, or a kernel in eight bits with its scales."""
+    """Puts a parameter on the device: an array in its stored type, or a kernel in eight bits."""
     if not isinstance(leaf, ToQuantise):
         host = np.asarray(leaf)
         dtype = stored_type(path, leaf.ndim, precision)
         return put_array(host, dtype) if sharding is None else put_shards(host, dtype, sharding)
+
     kernel = leaf.kernel()
     if sharding is None:
         return jax.tree.map(jax.device_put, kernel)
@@ -109,7 +113,7 @@ def _put(
 
 
 def matmul_precision(dtype: DTypeLike) -> lax.Precision | None:
-    """Returns the ``precision`` argument of products of this type: float32 keeps all its bits (docs/design.md, 12).
+    """Returns the ``precision`` argument of products: float32 keeps all bits (docs/design.md, 12).
 
     By default NVIDIA's tensor cores round them to TensorFloat-32 and TPUs to bfloat16. A precision
     set by the user (``jax_default_matmul_precision``) takes precedence.
@@ -143,7 +147,7 @@ def _contract_as_two_rows(
 def _product(
     x: Array, kernel: Array, operands: DTypeLike, activations: DTypeLike, inputs: int = 0
 ) -> Array:
-    """The product over the last axis of ``x`` and axis ``inputs`` of the kernel, in the given types."""
+    """Returns the product over the last axis of ``x`` and axis ``inputs`` of the kernel."""
     x = x.astype(operands)
     kernel = kernel.astype(operands)
     options: dict[str, Any] = {"dtype": activations, "axes": (-1, inputs)}
@@ -151,6 +155,7 @@ def _product(
     has_one_row = x.size <= x.shape[-1]
     if not has_one_row:
         return as_given(x, kernel)
+
     # XLA's CPU backend has no fast path for a single row with operands narrower than the sums
     # (measured: seven times slower than two rows); TPUs run it on the vector unit.
     as_two_rows = functools.partial(_contract_as_two_rows, **options)
@@ -175,6 +180,8 @@ def _product_bwd(
     rows = x.reshape(-1, x.shape[-1]).astype(operands)
     grads = grad.reshape(-1, grad.shape[-1]).astype(operands)
     grad_x = contract(grads, kernel.astype(operands), activations, axes=(-1, 1 - inputs))
+
+    # The gradient has the axes of the kernel: xᵀ g, or gᵀ x for a transposed kernel.
     factors = (rows, grads) if inputs == 0 else (grads, rows)
     grad_kernel = contract(*factors, activations, axes=(0, 0))
     return grad_x.reshape(x.shape).astype(x.dtype), grad_kernel.astype(kernel.dtype)
@@ -200,10 +207,12 @@ def product(
             out = invariant.in_tiles(multiply, x.reshape(-1, x.shape[-1]))
             return out.reshape(*x.shape[:-1], -1).astype(precision.activations)
         return multiply(x).astype(precision.activations)
+
     if not isinstance(kernel, Fp8Kernel):
         if precision.invariant:
             return _invariant_product(x, kernel, precision)
         return _product(x, kernel, precision.operands, precision.activations)
+
     if kernel.dynamic:
         out: Array = dynamic_product(x, kernel)
     elif kernel.per_channel:
@@ -218,7 +227,7 @@ def product(
 def product_by_table(
     x: Float[Array, "*rows D"], table: Float[Array, "V D"] | Int8Kernel, precision: Precision
 ) -> Float[Array, "*rows V"]:
-    """Returns ``x @ table.T``: logits from an embedding table that is the output matrix too (tied embeddings).
+    """Returns ``x @ table.T``: logits from an embedding table that is the output matrix too.
 
     The table is not transposed first: for one row in mixed precision XLA's CPU backend would then
     convert all of it to float32 in every step (measured: 55 ms instead of 5 ms for 49,152 by 576).
@@ -260,7 +269,10 @@ def product_by_head(
 
 @jax.custom_vjp
 def _rows(table: Array, tokens: Array) -> Array:
-    """Returns ``table[tokens]``. On CPUs bfloat16 is read as integers; otherwise XLA would convert the whole table."""
+    """Returns ``table[tokens]``.
+
+    On CPUs bfloat16 is read as integers. Otherwise XLA would convert the whole table.
+    """
     if table.dtype != jnp.bfloat16:
         return table[tokens]
     return lax.platform_dependent(
@@ -278,7 +290,8 @@ def _rows_fwd(table: Array, tokens: Array):
 
 
 def _rows_bwd(saved: tuple[Array, Array], grad: Array):
-    table, tokens = saved  # integers have no gradient
+    table, tokens = saved
+    # Tokens are integers, which have no gradient.
     return jnp.zeros_like(table).at[tokens].add(grad), None
 
 
@@ -309,9 +322,10 @@ def normal_param(
 
 
 class Linear(nnx.Module):
-    """``y = x W + b``. The kernel is ``[in, out]``; ``axes`` name both axes (:mod:`eagle3_jax.devices.sharding`).
+    """``y = x W + b``.
 
-    The kernel may be in eight bits (:mod:`eagle3_jax.models.quantised`) if ``product`` allows it.
+    The kernel is ``[in, out]``, and ``axes`` name both axes (:mod:`eagle3_jax.devices.sharding`).
+    It may be in eight bits (:mod:`eagle3_jax.models.quantised`) if ``product`` allows it.
     """
 
     def __init__(
@@ -346,7 +360,7 @@ def keep_fused(y: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
 
 
 def keep_stream(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """Barrier after a layer, so that its kernels do not depend on who else reads the residual stream.
+    """Barrier after a layer, so that its kernels do not depend on other readers of the stream.
 
     Without it XLA:GPU chooses the layers after which the stream is written, and the norms between
     them sum it in other orders: a head that reads the features of layer 2 changes bits of later
@@ -381,11 +395,17 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         if not self.invariant:
             return self._by_operations(x)
-        by_kernel = lambda x: invariant.norm(x, self.factor(x), self.eps)
+
+        def by_kernel(x: Array) -> Array:
+            return invariant.norm(x, self.factor(x), self.eps)
+
         return lax.platform_dependent(x, cuda=by_kernel, default=self._by_operations)
 
     def factor(self, x: Float[Array, "*rows D"]) -> Array:
-        """Returns what multiplies the normalised ``x``, as an array of as many axes: in its type, or in float32."""
+        """Returns what multiplies the normalised ``x``, as an array of as many axes.
+
+        It is in the type of ``x`` or in float32.
+        """
         scale = lax.broadcast_to_rank(self.scale[...], x.ndim)
         if self.kind == "plain":
             # The weight multiplies after the cast, as in the PyTorch models.
@@ -410,11 +430,11 @@ def normalised(x: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows D"
     has_one_row = x.size <= x.shape[-1]
     if not has_one_row:
         return by_mean(y)
+
     # XLA's GPU backend turns the norm of one row into one kernel only if no constant is applied to
     # the sum.
-    return lax.platform_dependent(
-        y, cuda=functools.partial(_normalise_by_sum, eps=eps), default=by_mean
-    )
+    by_sum = functools.partial(_normalise_by_sum, eps=eps)
+    return lax.platform_dependent(y, cuda=by_sum, default=by_mean)
 
 
 def _normalise_by_mean(y: Float[Array, "*rows D"], *, eps: float) -> Float[Array, "*rows D"]:
@@ -431,9 +451,10 @@ def _normalise_by_sum(y: Float[Array, "*rows D"], *, eps: float) -> Float[Array,
 
 
 class SwiGLU(nnx.Module):
-    """``down(silu(gate(x)) · up(x))`` (Shazeer, 2020); gate and up are one product with columns ``[width, 2]``.
+    """``down(silu(gate(x)) · up(x))`` (Shazeer, 2020).
 
-    The description may name another activation than SiLU.
+    Gate and up are one product with columns ``[width, 2]``. The description may name another
+    activation than SiLU.
     """
 
     def __init__(self, width: int, config: GatedMLP, *, precision: Precision, rngs: nnx.Rngs):
@@ -445,7 +466,6 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         both = keep_fused(self.gate_up(x)).reshape(*x.shape[:-1], -1, 2)
-        activate = (
-            jax.nn.silu if self.activation == "silu" else jax.nn.gelu
-        )  # the latter by its tanh approximation
+        # GELU is approximated by tanh, as in Gemma.
+        activate = jax.nn.silu if self.activation == "silu" else jax.nn.gelu
         return self.down(activate(both[..., 0]) * both[..., 1])

@@ -1,4 +1,7 @@
-"""Four algorithms for the sum over chosen experts: for few and many tokens, on CPUs and accelerators."""
+"""Four algorithms for the sum over chosen experts.
+
+They are for few and for many tokens, on CPUs and on accelerators.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from eagle3_jax.models.routers import Routing
 # Rows of a run. CPUs loop over experts for at most _SHORTEST tokens.
 _SHORTEST = 8
 _LONGEST = 128
-# up to as many tokens, accelerators run all experts in less time than it takes to sort the rows
+# Up to so many tokens, accelerators run all experts in less time than it takes to sort the rows.
 _DENSE = 128
 
 
@@ -50,28 +53,29 @@ def mixture(
     """
     tokens, per_token = routing.chosen.shape
     rows = _rows_per_run(tokens, per_token, config.num_experts)
-    options = {"config": config, "precision": precision}
+    run = functools.partial(loop_over_runs, rows=rows)
+
+    cpu: Callable[..., Array] = functools.partial(run, skip=True)
+    if tokens <= _SHORTEST:
+        cpu = loop_over_experts
+
+    default: Callable[..., Array] = functools.partial(run, skip=False)
     # gather_chosen does not quantise rows, so dynamic kernels use the other algorithms for any
     # number of tokens.
     is_dynamic = getattr(stack.gate_up, "dynamic", False)
     if routing.chosen.size < count_experts(stack) and not is_dynamic:
         default = gather_chosen
-    else:
-        default = (
-            run_all
-            if len(x) <= _DENSE
-            else functools.partial(loop_over_runs, rows=rows, skip=False)
-        )
-    cpu = (
-        loop_over_experts
-        if len(x) <= _SHORTEST
-        else functools.partial(loop_over_runs, rows=rows, skip=True)
+    elif tokens <= _DENSE:
+        default = run_all
+
+    options = {"config": config, "precision": precision}
+    return lax.platform_dependent(
+        x,
+        routing,
+        stack,
+        cpu=functools.partial(cpu, **options),
+        default=functools.partial(default, **options),
     )
-    algorithms = {
-        "cpu": functools.partial(cpu, **options),
-        "default": functools.partial(default, **options),
-    }
-    return lax.platform_dependent(x, routing, stack, **algorithms)
 
 
 def count_experts(stack: Stack) -> int:
@@ -121,7 +125,9 @@ def loop_over_runs(
     rows: int,
     skip: bool,
 ) -> Float[Array, "T D"]:
-    """Sorts pairs of token and expert by expert, divides them into runs of one expert, and computes run after run.
+    """Sorts pairs of token and expert by expert, and computes runs of pairs of one expert.
+
+    Shapes are static, so there are always ``most`` runs, and the last ones may have no pairs.
 
     Args:
         x: ``[T D]``, input of the experts.
@@ -137,25 +143,33 @@ def loop_over_runs(
     pairs = routing.chosen.size
     expert = routing.chosen.reshape(-1)
     weight = routing.weights.reshape(-1)
+
+    # Pairs of experts outside the stack come last.
     in_stack = (expert >= 0) & (expert < experts)
     order = jnp.argsort(jnp.where(in_stack, expert, experts), stable=True).astype(jnp.int32)
+
+    # Of each expert: its pairs, its runs, and its first pair in the order.
     ids = jnp.arange(experts, dtype=jnp.int32)
     sizes = jnp.sum(expert[:, None] == ids[None, :], axis=0, dtype=jnp.int32)
     runs = -(-sizes // rows)
     run_stops = jnp.cumsum(runs, dtype=jnp.int32)
     starts = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
+
+    # The expert of each run. Every expert has at most one run that is not full.
     most = min(experts, pairs) + (0 if tokens <= rows else pairs // rows)
     run = jnp.arange(most, dtype=jnp.int32)
     offset = jnp.arange(rows, dtype=jnp.int32)
     of_run = jnp.minimum(
         jnp.searchsorted(run_stops, run, side="right").astype(jnp.int32), experts - 1
     )
+
     # Index among the sorted pairs, as if the runs of an expert began at run 0.
     index_at_run_0 = (starts + (runs - run_stops) * rows)[of_run, None]
     index = index_at_run_0 + run[:, None] * rows + offset[None, :]
     needed = run < run_stops[-1]
     valid = needed[:, None] & (index < (starts + sizes)[of_run, None])
     pair = order[jnp.minimum(index, pairs - 1)]
+    # A row that is not valid reads a token that does not exist, which gives zeros and is dropped.
     token = jnp.where(valid, pair // routing.chosen.shape[1], tokens)
 
     def add(out: Array, expert: Array, token: Array, weight: Array) -> Array:
@@ -184,14 +198,15 @@ def run_all(
     # An expert outside the stack gets the index after its end. A negative index would count from
     # the end.
     chosen = jnp.where(routing.chosen < 0, experts, routing.chosen)
+
     inputs = jnp.broadcast_to(x, (experts, *x.shape))
     weights = routing.weights
-    if config.router == "sigmoid-of-input":
-        by_expert = (
-            jnp.zeros((len(x), experts), weights.dtype).at[tokens, chosen].set(weights, mode="drop")
-        )
+    if config.routing.weighs_input:
+        zeros = jnp.zeros((len(x), experts), weights.dtype)
+        by_expert = zeros.at[tokens, chosen].set(weights, mode="drop")
         inputs = inputs * by_expert.T[:, :, None].astype(x.dtype)
         weights = jnp.ones_like(weights)
+
     multiply = functools.partial(product, precision=precision)
     run_expert = functools.partial(_run_expert, limit=config.limit, multiply=multiply)
     out = jax.vmap(run_expert)(inputs, stack)
@@ -211,27 +226,30 @@ def gather_chosen(
     in_stack = (routing.chosen >= 0) & (routing.chosen < experts)
     index = jnp.where(in_stack, routing.chosen, 0)
     kernels = jax.tree.map(lambda leaf: leaf[index], stack)
+
     inputs = x[:, None]
-    if config.router == "sigmoid-of-input":
+    if config.routing.weighs_input:
         inputs = inputs * routing.weights[..., None].astype(x.dtype)
     inputs = jnp.broadcast_to(inputs, (*index.shape, x.shape[1]))
+
     multiply = functools.partial(_multiply_gathered, precision=precision)
     out = _run_expert(inputs, kernels, limit=config.limit, multiply=multiply)
-    if config.router != "sigmoid-of-input":
+    if not config.routing.weighs_input:
         out = _weigh(out, routing.weights[..., None])
     return _sum_in_order(jnp.where(in_stack[..., None], out, 0)).astype(precision.activations)
 
 
 def _multiply_gathered(rows: Array, kernel: Any, precision: Precision) -> Array:
     """Multiplies each row with a kernel of its own."""
+    # An FP8 kernel is scaled as in `product`: after the sum, if every output has one scale.
     scale: Array | None = None
-    if isinstance(kernel, Fp8Kernel):  # scaled as `product` does: after the sum, or before
-        scale = kernel.scale[..., 0, :] if kernel.per_channel else None
-        kernel = (
-            kernel.dense(precision.operands)
-            if scale is None
-            else kernel.unscaled(precision.operands)
-        )
+    if isinstance(kernel, Fp8Kernel):
+        if kernel.per_channel:
+            scale = kernel.scale[..., 0, :]
+            kernel = kernel.unscaled(precision.operands)
+        else:
+            kernel = kernel.dense(precision.operands)
+
     rows = rows.astype(precision.operands).astype(jnp.float32)
     kernel = kernel.astype(precision.operands).astype(jnp.float32)
     out = jnp.sum(rows[..., None] * kernel, axis=-2)
@@ -252,10 +270,10 @@ def _kernels_of(stack: Stack, expert: Array) -> Stack:
 def _run_weighed(
     x: Array, weights: Array, kernels: Stack, config: Experts, precision: Precision
 ) -> Array:
-    """Returns an expert's output in float32, with the weights applied to its input or its output."""
+    """Returns an expert's output in float32, with weights applied to its input or its output."""
     multiply = functools.partial(product, precision=precision)
     run_expert = functools.partial(_run_expert, limit=config.limit, multiply=multiply)
-    if config.router == "sigmoid-of-input":
+    if config.routing.weighs_input:
         return run_expert(x * weights.astype(x.dtype), kernels).astype(jnp.float32)
     return _weigh(run_expert(x, kernels), weights)
 
@@ -284,6 +302,7 @@ def _run_expert(
     fused = keep_fused(fused).reshape(*x.shape[:-1], -1, 2)
     gate = fused[..., 0]
     up = fused[..., 1]
+
     if limit is None:
         inner = jax.nn.silu(gate) * up
     else:

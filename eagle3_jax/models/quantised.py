@@ -1,4 +1,4 @@
-"""Weights in eight bits: FP8 and int8 kernels with their scales, their quantisation, and their products."""
+"""Weights in eight bits: FP8 and int8 kernels with scales, their quantisation, and products."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from jaxtyping import Array, DTypeLike, Float, Int
 from scipy.linalg import hadamard
 
 E4M3 = jnp.float8_e4m3fn
-LARGEST = 448.0  # of E4M3; a cast turns larger numbers into NaN
+# A cast to E4M3 turns larger numbers into NaN.
+LARGEST = 448.0
 
-INT8_LARGEST = 127.0  # the scale is symmetric, so -128 is not used
+# The scale is symmetric, so -128 is not used.
+INT8_LARGEST = 127.0
 
 WEIGHTS = ("dense", "fp8", "fp8-dynamic", "int8")
 # Values of a parameter's metadata ``product``: the kind of matrix that it is in products; empty if
@@ -30,7 +32,10 @@ OUTPUT = "output"
 
 
 class EightBitKernel(struct.PyTreeNode, kw_only=True):
-    """A matrix of values in eight bits with scales, or a stack of such matrices. The subclasses define the layouts."""
+    """A matrix of values in eight bits with scales, or a stack of such matrices.
+
+    The subclasses define the layouts.
+    """
 
     values: Any  #: The rounded values.
     scale: Any  #: Scales in float32.
@@ -58,7 +63,7 @@ class EightBitKernel(struct.PyTreeNode, kw_only=True):
 
 
 class Fp8Kernel(EightBitKernel, kw_only=True):
-    """A kernel ``W[..., i, o] = values[..., o, i] · scale[..., i // block, o]``, or a stack of them.
+    """A kernel ``W[..., i, o] = values[..., o, i] · scale[..., i // block, o]``, or a stack.
 
     The values are stored transposed: NVIDIA's FP8 products contract the last axes of both operands,
     and CPUs read them faster.
@@ -89,6 +94,7 @@ class Fp8Kernel(EightBitKernel, kw_only=True):
         """Returns the dequantised kernel: computed in float32, then rounded to ``dtype``."""
         *stack, groups, outputs = self.scale.shape
         by_input = jnp.broadcast_to(self.scale[..., None, :], (*stack, groups, self.block, outputs))
+        # The last block may have fewer inputs.
         scale = by_input.reshape(*stack, groups * self.block, outputs)[..., : self.shape[-2], :]
         return (self.unscaled(jnp.float32) * scale).astype(dtype)
 
@@ -102,6 +108,7 @@ class Fp8Kernel(EightBitKernel, kw_only=True):
         groups = self.scale.shape[-2]
         size = 1 if inputs is None else sharding.mesh.shape[inputs]
         aligned = groups % size == 0 and (self.shape[-2] // size) % self.block == 0
+
         values = NamedSharding(sharding.mesh, PartitionSpec(*stack, outputs, inputs))
         scale = NamedSharding(
             sharding.mesh, PartitionSpec(*stack, inputs if aligned else None, outputs)
@@ -120,6 +127,7 @@ def quantise(kernel: Any, *, dynamic: bool = False) -> Fp8Kernel:
     """
     weights = np.swapaxes(np.asarray(kernel), -1, -2).astype(np.float32)
     largest = np.abs(weights).max(axis=-1, keepdims=True)
+    # An output of zeros may have any scale but zero.
     scale = np.where(largest > 0, largest / np.float32(LARGEST), np.float32(1)).astype(np.float32)
     values = np.clip(weights / scale, -LARGEST, LARGEST).astype(E4M3)
     return Fp8Kernel(
@@ -142,15 +150,17 @@ def dynamic_product(
     values = kernel.values
     if groups == 1:
         out = _scaled_product(rows, values, kernel.scale[0])
-    else:
-        spare = ((0, 0), (0, groups * kernel.block - inputs))
-        by_block = jnp.moveaxis(jnp.pad(rows, spare).reshape(-1, groups, kernel.block), 1, 0)
-        of_block = jnp.moveaxis(jnp.pad(values, spare).reshape(-1, groups, kernel.block), 1, 0)
-        # Block after block, because computing all at once would need memory for the sums of every
-        # block.
-        zeros = jnp.zeros((rows.shape[0], values.shape[0]), jnp.float32)
-        add = lambda total, block: (total + _scaled_product(*block), None)
-        out, _ = lax.scan(add, zeros, (by_block, of_block, kernel.scale))
+        return out.reshape(*x.shape[:-1], -1)
+
+    # Block after block: computing all at once would need memory for the sums of every block.
+    def add(total: Array, block: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        return total + _scaled_product(*block), None
+
+    spare = ((0, 0), (0, groups * kernel.block - inputs))
+    by_block = jnp.moveaxis(jnp.pad(rows, spare).reshape(-1, groups, kernel.block), 1, 0)
+    of_block = jnp.moveaxis(jnp.pad(values, spare).reshape(-1, groups, kernel.block), 1, 0)
+    zeros = jnp.zeros((rows.shape[0], values.shape[0]), jnp.float32)
+    out, _ = lax.scan(add, zeros, (by_block, of_block, kernel.scale))
     return out.reshape(*x.shape[:-1], -1)
 
 
@@ -168,13 +178,15 @@ def _scaled_product(
 
 
 def _full_spec(sharding: NamedSharding, ndim: int) -> tuple[Any, ...]:
-    """Returns the mesh axis of each of ``ndim`` array axes; ``None`` where the array is not divided."""
+    """Returns the mesh axis of each of ``ndim`` array axes; ``None`` for an undivided one."""
     undivided = (None,) * (ndim - len(sharding.spec))
     return (*sharding.spec, *undivided)
 
 
 class Int8Kernel(EightBitKernel, kw_only=True):
-    """A kernel ``H W[..., i, o] = values[..., i, o] · scale[..., o]``, a stack of them, or a table of embeddings.
+    """A kernel ``H W[..., i, o] = values[..., i, o] · scale[..., o]``, a stack, or a table.
+
+    A table has the embeddings of a vocabulary.
 
     Products quantise the activations too, each row with a scale from its largest value (W8A8). A
     few activations are far larger than the others, which would leave few bits for the rest of their
@@ -184,18 +196,17 @@ class Int8Kernel(EightBitKernel, kw_only=True):
 
     values: Any  #: ``[..., D_in, D_out]`` in int8; ``[V, D]`` for a table.
     scale: Any  #: ``[..., D_out]`` in float32; ``[V]`` for a table.
-    is_table: bool = struct.field(
-        pytree_node=False, default=False
-    )  #: Whether outputs are the first axis.
-    rotation: int = struct.field(
-        pytree_node=False, default=1
-    )  #: Size of the blocks of ``H``; 1 for no rotation.
+    #: Whether outputs are the first axis.
+    is_table: bool = struct.field(pytree_node=False, default=False)
+    #: Size of the blocks of ``H``; 1 for no rotation.
+    rotation: int = struct.field(pytree_node=False, default=1)
 
     dynamic: ClassVar[bool] = True  #: Products quantise the activations; see :class:`Fp8Kernel`.
 
     def rows(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Returns dequantised rows of a table, in float32."""
         scaled = self.values[tokens].astype(jnp.float32) * self.scale[tokens][..., None]
+        # H is its own inverse.
         return rotated(scaled, self.rotation)
 
     @property
@@ -213,7 +224,10 @@ class Int8Kernel(EightBitKernel, kw_only=True):
         return rotated(values * self.scale[..., None], self.rotation).astype(dtype)
 
     def divided(self, sharding: NamedSharding) -> Int8Kernel:
-        """Returns the shardings of both leaves for a sharding of the matrix: scales are divided like outputs."""
+        """Returns the shardings of both leaves for a sharding of the matrix.
+
+        Scales are divided as outputs are.
+        """
         *stack, first, last = _full_spec(sharding, self.ndim)
         outputs = first if self.is_table else last
         values = NamedSharding(sharding.mesh, PartitionSpec(*stack, first, last))
@@ -234,13 +248,14 @@ def quantise_int8(kernel: Any, *, is_table: bool = False) -> Int8Kernel:
     return _quantise_int8(np.asarray(kernel).astype(np.float32, copy=False), is_table)
 
 
-@functools.partial(jax.jit, static_argnames="is_table")  # numpy takes ten times as long
+# Compiled: numpy takes ten times as long.
+@functools.partial(jax.jit, static_argnames="is_table")
 def _quantise_int8(weights: Any, is_table: bool) -> Int8Kernel:
     by_output = weights if is_table else jnp.swapaxes(weights, -1, -2)
-    rotation = math.gcd(
-        by_output.shape[-1], 64
-    )  # the largest power of two that divides the inputs, at most 64
+    # The largest power of two that divides the inputs, at most 64.
+    rotation = math.gcd(by_output.shape[-1], 64)
     by_output = rotated(by_output, rotation)
+
     largest = jnp.max(jnp.abs(by_output), axis=-1)
     scale = jnp.where(largest > 0, largest / INT8_LARGEST, 1.0)
     values = jnp.round(by_output / scale[..., None]).astype(jnp.int8)
@@ -270,11 +285,15 @@ def int8_product(x: Float[Array, "*rows D_in"], kernel: Int8Kernel) -> Float[Arr
     largest = jnp.max(jnp.abs(rows), axis=-1, keepdims=True)
     row_scale = jnp.where(largest > 0, largest / INT8_LARGEST, 1.0)
     quantised_rows = jnp.round(rows / row_scale).astype(jnp.int8)
+
     axes = (((1,), (1 if kernel.is_table else 0,)), ((), ()))
     sums_of = functools.partial(
         lax.dot_general, dimension_numbers=axes, preferred_element_type=jnp.int32
     )
-    in_a_pair = lambda rows, values: sums_of(jnp.concatenate([rows, rows]), values)[:1]
+
+    def in_a_pair(rows: Array, values: Array) -> Array:
+        return sums_of(jnp.concatenate([rows, rows]), values)[:1]
+
     # XLA's CPU backend multiplies a single row of int8 fifteen times slower than two (measured: 45
     # ms and 3 ms for an output matrix of 49,152 by 576). On NVIDIA GPUs a single row is a sum
     # outside tensor cores, and two are a product. Sums of integers are exact, so the bits are the
@@ -283,13 +302,17 @@ def int8_product(x: Float[Array, "*rows D_in"], kernel: Int8Kernel) -> Float[Arr
     sums = lax.platform_dependent(
         quantised_rows, kernel.values, cpu=paired, cuda=paired, default=sums_of
     )
+
     out = sums.astype(jnp.float32) * row_scale * kernel.scale
     return out.reshape(*x.shape[:-1], -1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ToQuantise:
-    """A parameter that is quantised when it is put on the device, so that the host never holds all kernels."""
+    """A parameter that is quantised when it is put on the device.
+
+    So the host never holds all kernels.
+    """
 
     #: The array, or an object that ``np.asarray`` converts. If its ``kept_as`` names the same kind
     #: of kernel, its ``stored_kernel()`` is used.
@@ -300,6 +323,7 @@ class ToQuantise:
     def kernel(self) -> Fp8Kernel | Int8Kernel:
         """Returns the kernel."""
         dynamic = self.weights == "fp8-dynamic"
+        # A checkpoint that has the kernel in this form keeps its own values and scales.
         if self.weights.startswith(getattr(self.source, "kept_as", "") or "none"):
             stored = self.source.stored_kernel()
             return stored.replace(dynamic=True) if dynamic else stored
@@ -310,9 +334,9 @@ class ToQuantise:
     def kernel_shape(self) -> Fp8Kernel | Int8Kernel:
         """Returns the ``jax.ShapeDtypeStruct`` of a kernel with one scale for each output."""
         if self.weights == "int8":
-            return jax.eval_shape(
-                functools.partial(_quantise_int8, is_table=self.is_table), self.source
-            )
+            quantise_source = functools.partial(_quantise_int8, is_table=self.is_table)
+            return jax.eval_shape(quantise_source, self.source)
+
         *stack, inputs, outputs = self.source.shape
         values = jax.ShapeDtypeStruct((*stack, outputs, inputs), E4M3)
         scale = jax.ShapeDtypeStruct((*stack, 1, outputs), jnp.float32)
@@ -357,7 +381,9 @@ def quantised(params: Any, products: Any, weights: str) -> Any:
 
 
 def eight_bit_shapes(shapes: Any, products: Any, weights: str) -> Any:
-    """Returns the ``jax.ShapeDtypeStruct`` of parameters in eight bits, with one scale for each output.
+    """Returns the ``jax.ShapeDtypeStruct`` of parameters in eight bits.
+
+    A kernel has one scale for each output.
 
     Args:
         shapes: ``jax.ShapeDtypeStruct`` of every parameter, nested.

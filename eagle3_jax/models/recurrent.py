@@ -1,4 +1,4 @@
-"""The cache of a recurrent layer: one state for all committed tokens, and a short window of the last inputs."""
+"""The cache of a recurrent layer: one state for all committed tokens, and a few last inputs."""
 
 from __future__ import annotations
 
@@ -33,15 +33,14 @@ def update_state(
     deltas: Float[Array, "B Hk r dv"],
     decays: Float[Array, "B Hk r"],
 ) -> Float[Array, "B Hk r dk dv"]:
-    """Returns ``S' = decay S + key deltaᵀ``. Verification and commits both call it, so their sums are the same.
+    """Returns ``S' = decay S + key deltaᵀ``.
 
-    Both products are rounded before they are added. Otherwise XLA's CPU backend would fuse one of
-    them with the sum. It may choose another product in each program, even across
-    ``optimization_barrier``.
+    Verification and commits both call it, so their sums are the same. Both products are rounded
+    before they are added. Otherwise XLA's CPU backend would fuse one of them with the sum. It may
+    choose another product in each program, even across ``optimization_barrier``.
     """
-    zeros = (decays < 0).astype(jnp.int32)[
-        ..., None, None
-    ]  # a compiler cannot know that these are zeros
+    # A compiler cannot know that no decay is negative, and that these are zeros.
+    zeros = (decays < 0).astype(jnp.int32)[..., None, None]
     decayed = _round(state * decays[..., None, None], zeros)
     added = _round(keys[:, :, None, :, None] * deltas[:, :, :, None, :], zeros)
     return decayed + added
@@ -70,10 +69,8 @@ class Recurrent(struct.PyTreeNode, kw_only=True):
     accepted tokens.
     """
 
-    axes: ClassVar[tuple[str, ...]] = (
-        ROWS,
-        HEADS,
-    )  # what a mesh divides (eagle3_jax.devices.sharding)
+    # What a mesh divides (eagle3_jax.devices.sharding).
+    axes: ClassVar[tuple[str, ...]] = (ROWS, HEADS)
 
     state: Float[Array, "B Hv dk dv"]  #: ``[B Hv dk dv]``, float32.
     #: ``[B Hk P c]``, the last ``P`` inputs of the convolution, by key head.
@@ -115,7 +112,8 @@ class Recurrent(struct.PyTreeNode, kw_only=True):
 
     def fill(self, written: Recurrent, count: Int[Array, " B"]) -> Recurrent:
         """See :class:`eagle3_jax.LayerCache`; ``written`` is the state after the real tokens."""
-        del count  # the forward knew the length
+        # The layer knew the length when it computed the state.
+        del count
         return written
 
     def commit(
@@ -126,8 +124,10 @@ class Recurrent(struct.PyTreeNode, kw_only=True):
         nodes: Int[Array, "B T"] | None = None,
     ) -> Recurrent:
         """See :class:`eagle3_jax.LayerCache`; ``written`` are the updates by each node."""
-        del length  # a state has no slots
+        # A state has no slots.
+        del length
         path = written if nodes is None else _select(written, nodes)
+
         keys, deltas, decays = at_least_two(tuple(jnp.moveaxis(leaf, 1, 0) for leaf in path[:3]))
         steps = jnp.arange(keys.shape[0], dtype=jnp.int32)
         commit_token = functools.partial(_commit_token, count=count)
@@ -143,7 +143,7 @@ class Recurrent(struct.PyTreeNode, kw_only=True):
         size = self.window.shape[2]
         new = jnp.moveaxis(inputs, 1, 2).astype(self.window.dtype)
         run = jnp.concatenate([self.window, new], axis=2)
-        last = lambda run, count: lax.dynamic_slice_in_dim(run, count, size, axis=1)
+        last = functools.partial(lax.dynamic_slice_in_dim, slice_size=size, axis=1)
         return jax.vmap(last)(run, count)
 
 

@@ -53,9 +53,9 @@ def _llama3(config: RopeConfig, original: int, inv_freq: np.ndarray) -> np.ndarr
 
 
 def _longrope(config: RopeConfig, original: int, inv_freq: np.ndarray) -> tuple[np.ndarray, float]:
-    """Divides every frequency by its short factor, which is for texts of at most the original length.
+    """Divides every frequency by its short factor (Ding et al., 2024, arXiv 2402.13753).
 
-    Ding et al., 2024, arXiv 2402.13753.
+    Short factors are for texts of at most the original length.
     """
     scale = config.attention_factor
     if scale is None:
@@ -70,9 +70,9 @@ def _yarn(
     """Interpolates by parts (NTK), with an attention temperature (Peng et al., 2023, section 3)."""
 
     def dimension_of(rotations: float) -> float:
-        return (
-            head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
-        )
+        # The d whose wavelength, 2π θ^(2d/H), fits so many times into the original context.
+        power = original / (rotations * 2 * math.pi)
+        return head_dim * math.log(power) / (2 * math.log(config.theta))
 
     low = dimension_of(config.beta_fast)
     high = dimension_of(config.beta_slow)
@@ -81,10 +81,13 @@ def _yarn(
         high = math.ceil(high)
     low = max(low, 0)
     high = min(high, head_dim - 1)
-    span = (high - low) or 0.001  # equal bounds would divide by zero
+
+    # Interpolation grows with the wavelength. Equal bounds would divide by zero.
+    span = (high - low) or 0.001
     ramp = np.clip((np.arange(head_dim // 2, dtype=np.float32) - low) / span, 0.0, 1.0)
     scaled = inv_freq / config.factor * ramp + inv_freq * (1 - ramp)
 
+    # The temperature of attention is in cosine and sine: √(1/t) = 0.1 ln(factor) + 1.
     def temperature(mscale: float) -> float:
         return 1.0 if config.factor <= 1 else 0.1 * mscale * math.log(config.factor) + 1.0
 
@@ -100,13 +103,15 @@ def _yarn(
 def rotate(
     x: Float[Array, "B T heads H"], positions: Int[Array, "B T"], config: RopeConfig
 ) -> Float[Array, "B T heads H"]:
-    """Rotates every head vector by its position: computed in float32, returned in the type of ``x``."""
+    """Rotates every head vector by its position, computed in float32."""
     inv_freq, scale = inverse_frequencies(config, x.shape[-1])
     rotating = x[..., : 2 * len(inv_freq)]
     unrotated = x[..., 2 * len(inv_freq) :]
+
     angles = positions[..., None].astype(jnp.float32) * lax.broadcast_to_rank(inv_freq, 3)
     cos = (jnp.cos(angles) * scale)[:, :, None, :]
     sin = (jnp.sin(angles) * scale)[:, :, None, :]
+
     rotating = rotating.astype(jnp.float32)
     if config.interleaved:
         first = rotating[..., ::2]

@@ -21,8 +21,8 @@ class Routing(NamedTuple):
 
     #: ``[T k]``, ids in ascending order, which is the order of all sums over experts.
     chosen: Int[Array, "T k"]
-    #: ``[T k]``, factors of the experts' outputs, or of their inputs if the router is
-    #: ``sigmoid-of-input``.
+    #: ``[T k]``, factors of the experts' outputs, or of their inputs
+    #: (:attr:`~eagle3_jax.models.config.Router.weighs_input`).
     weights: Float[Array, "T k"]
 
 
@@ -35,12 +35,13 @@ def router_logits(
 ) -> Float[Array, "T E"]:
     """Returns ``x W + b``, summed in float32.
 
-    Operands have the model's type, or float32 with mixed precision and for all sigmoid routers. On
-    CPUs the sums of a token do not depend on the number of tokens. A choice is not continuous, so a
-    block must choose exactly as single tokens do.
+    Operands have the model's type, or float32 with mixed precision and for routers with a
+    correction. On CPUs the sums of a token do not depend on the number of tokens. A choice is not
+    continuous, so a block must choose exactly as single tokens do.
     """
     mixed = precision.operands != precision.activations
-    operands = jnp.float32 if mixed or config.router == "sigmoid" else precision.operands
+    in_float32 = config.routing.has_correction
+    operands = jnp.float32 if mixed or in_float32 else precision.operands
     rows = x.astype(operands)
     kernel = kernel.astype(operands)
 
@@ -53,9 +54,10 @@ def router_logits(
 
     cpu = row_by_row if len(rows) <= _A_BLOCK else product
     logits = lax.platform_dependent(rows, kernel, cpu=cpu, default=product)
+
     if bias is not None:
         logits = logits + bias.astype(jnp.float32)[None, :]
-    return logits if config.router == "sigmoid" else logits.astype(precision.activations)
+    return logits if in_float32 else logits.astype(precision.activations)
 
 
 def route(
@@ -65,37 +67,46 @@ def route(
 
     Args:
         logits: ``[T E]``, from :func:`router_logits`.
-        correction: ``[E]``, added to the scores of a ``sigmoid`` router before the choice, and not
-            to the weights.
+        correction: ``[E]``, added to the scores before the choice, and not to the weights; for
+            routers that have one.
         config: Router, ``k`` and groups.
     """
-    scores = logits.astype(jnp.float32)
-    if config.router == "softmax":
-        weights, chosen = lax.top_k(jax.nn.softmax(scores, axis=-1), config.per_token)
-        if config.normalise:
-            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    elif config.router == "sigmoid":
+    router = config.routing
+    score = jax.nn.softmax if router.is_softmax else jax.nn.sigmoid
+    in_float32 = logits.astype(jnp.float32)
+
+    if router.chosen_only:
+        largest, chosen = lax.top_k(in_float32, config.per_token)
+        weights = score(largest)
+    elif router.has_correction:
         assert correction is not None
-        scores = jax.nn.sigmoid(scores)
+        scores = score(in_float32)
         masked = _mask_groups(scores + correction[None, :], config)
         chosen = lax.top_k(masked, config.per_token)[1]
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
-        if config.normalise:  # all sigmoids can round to zero in float32
-            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
     else:
-        largest, chosen = lax.top_k(scores, config.per_token)
-        normalise = config.router == "softmax-of-chosen"
-        weights = jax.nn.softmax(largest, axis=-1) if normalise else jax.nn.sigmoid(largest)
+        weights, chosen = lax.top_k(score(in_float32), config.per_token)
+
+    if config.normalise and not router.chosen_only:
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        # All sigmoids can round to zero in float32.
+        weights = weights / (total if router.is_softmax else total + 1e-20)
     weights = (weights * config.scaling).astype(logits.dtype)
+
     order = jnp.argsort(chosen, axis=-1)
-    sort = lambda values: jnp.take_along_axis(values, order, axis=-1)
-    return Routing(sort(chosen), sort(weights))
+    return Routing(
+        jnp.take_along_axis(chosen, order, axis=-1), jnp.take_along_axis(weights, order, axis=-1)
+    )
 
 
 def _mask_groups(scores: Float[Array, "T E"], config: Experts) -> Float[Array, "T E"]:
-    """Sets scores to ``-inf`` outside the groups with the largest sums of their two best (DeepSeek-V3, 2024)."""
+    """Sets scores to ``-inf`` outside the groups that are kept (DeepSeek-V3, 2024).
+
+    The kept groups have the largest sums of their two best scores.
+    """
     if config.groups == 1:
         return scores
+
     grouped = scores.reshape(len(scores), config.groups, -1)
     group_scores = jnp.sum(lax.top_k(grouped, 2)[0], axis=-1)
     best = lax.top_k(group_scores, config.kept_groups)[1]

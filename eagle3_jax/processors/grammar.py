@@ -5,6 +5,7 @@ The library runs once, on the host. Inside the compiled program the automaton is
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,9 +24,11 @@ from eagle3_jax.loaded import LoadedTarget
 # states for a JSON string of up to n characters.
 _FIRST = "\U0010fffe"
 _LAST = "\U0010ffff"
-_PRIVATE = r"[\x{100000}-\x{10FFFF}]"  # no other character has their first byte
+# No other character has the first byte of these.
+_PRIVATE = r"[\x{100000}-\x{10FFFF}]"
 _PRIVATE_BYTE = _LAST.encode()[0]
-MOST_ENTRIES = 2**28  # a table of 1 GiB
+# A table of 1 GiB.
+MOST_ENTRIES = 2**28
 _ANCHORS = ("^", "$", r"\A", r"\z", r"\b", r"\B", r"\<", r"\>")
 _ESCAPE = r"\\[pP](?:\{[^}]*\}|.)|\\."
 # Pieces outside and inside a class: an escape, the beginning of a class with a literal "]", that of
@@ -36,6 +39,14 @@ _OUTSIDE = re.compile(
 _INSIDE = re.compile(rf"{_ESCAPE}|\[\^?\]?|&&|--|~~|.", re.DOTALL)
 
 
+class Piece(NamedTuple):
+    """A part of a regular expression that has a meaning of its own."""
+
+    text: str
+    #: The number of character classes that contain it. The brackets of a class are inside it.
+    depth: int
+
+
 class Row(NamedTuple):
     """A state of an automaton over tokens."""
 
@@ -44,28 +55,27 @@ class Row(NamedTuple):
     is_match: bool  #: Whether the text so far matches.
 
 
-def pieces_of(pattern: str) -> list[tuple[str, int]]:
-    """Returns the pieces of a regular expression without the anchors around it, each with its depth.
-
-    The depth is the number of character classes that contain the piece. The brackets of a class are
-    inside it.
-    """
-    pieces: list[tuple[str, int]] = []
+def pieces_of(pattern: str) -> list[Piece]:
+    """Returns the pieces of a regular expression without the anchors around it."""
+    pieces: list[Piece] = []
     index = 0
     depth = 0
     while match := (_INSIDE if depth else _OUTSIDE).match(pattern, index):
         piece = match[0]
         index = match.end()
         depth += piece[0] == "["
-        pieces.append((piece, depth))
+        pieces.append(Piece(piece, depth))
         depth -= piece == "]" and depth > 0
+
     if pieces[:1] == [("^", 0)]:
         pieces = pieces[1:]
     return pieces[:-1] if pieces[-1:] == [("$", 0)] else pieces
 
 
 def bytes_of(pattern: str) -> set[int]:
-    """Returns the bytes of all texts that match a regular expression, except those of private characters.
+    """Returns the bytes of all texts that match a regular expression.
+
+    Private characters do not count.
 
     Raises:
         ValueError: The expression is not supported.
@@ -96,6 +106,7 @@ def compile_regex(
             f"{target.name} has no stop token, so no output could end; set stop_tokens of the"
             " target"
         )
+
     spelled: dict[bytes, list[int]] = {}
     for token, spelling in token_bytes(target.tokenizer).items():
         writes = token not in target.stop_tokens and token < target.vocab_size
@@ -106,7 +117,10 @@ def compile_regex(
 
 
 def _dense(rows: list[Row], target: LoadedTarget) -> Iterator[np.ndarray]:
-    """Yields the rows ``[V]`` of a table, and that of the state after a stop token, which allows nothing."""
+    """Yields the rows ``[V]`` of a table.
+
+    The last row is that of the state after a stop token, which allows nothing.
+    """
     for state in rows:
         row = np.full(target.vocab_size, -1, np.int32)
         row[state.tokens] = state.after
@@ -139,16 +153,20 @@ def _explore(pattern: str, spelled: Mapping[bytes, list[int]], vocab_size: int) 
             f"the regular expression {pattern!r:.60} is not supported by outlines-core:"
             f" {first_line(error)}"
         ) from None
+
+    # The first state is that after _FIRST, if the expression has it.
     initial = index.get_initial_state()
     states = [index.get_next_state(initial, first) if enclosed.startswith(_FIRST) else initial]
     number = {states[0]: 0}
     rows = []
-    for state in states:  # grows
+    # The list of states grows within the loop.
+    for state in states:
         allowed = [token for token in index.get_allowed_tokens(state) if token < first]
         after = [index.get_next_state(state, token) for token in allowed]
         for new in dict.fromkeys(after):
             if number.setdefault(new, len(states)) == len(states):
                 states.append(new)
+
         end = index.get_next_state(state, last)
         is_match = end is not None and index.is_final_state(end)
         numbers = np.array([number[new] for new in after], np.int32)
@@ -157,7 +175,9 @@ def _explore(pattern: str, spelled: Mapping[bytes, list[int]], vocab_size: int) 
 
 
 def _enclose(pattern: str) -> str:
-    """Returns a regular expression without anchors around it, between two characters that it does not match.
+    """Returns a regular expression between two characters that it does not match.
+
+    Anchors around it are removed.
 
     Raises:
         ValueError: An anchor is inside the expression, it ignores white space, or a parenthesis is
@@ -174,13 +194,19 @@ def _enclose(pattern: str) -> str:
         raise ValueError(
             "the flag x is not supported; write the expression without spaces and comments"
         )
-    if flags.strip("i"):  # the flags s, R and u change what a dot or a class matches
+
+    # The flags s, R and u change what a dot or a class matches.
+    if flags.strip("i"):
         return f"(?:{''.join(piece for piece, _ in pieces)}){_LAST}"
     return f"{_FIRST}(?:{body}){_LAST}"
 
 
 def _exclude_private(piece: str, depth: int) -> str:
-    """Returns a piece of a regular expression that matches no private character; raises for an anchor."""
+    """Returns a piece of a regular expression without private characters.
+
+    Raises:
+        ValueError: The piece is an anchor.
+    """
     if depth == 1 and piece[0] == "[":
         return f"[{piece}"
     if depth == 1 and piece == "]":
@@ -198,7 +224,9 @@ def _exclude_private(piece: str, depth: int) -> str:
 
 
 def merge_columns(rows: Callable[[], Iterable[np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the different columns of a table ``[S V]`` as ``[S C]``, and the number of each token's column, ``[V]``.
+    """Returns the different columns of a table ``[S V]`` as ``[S C]``.
+
+    With them it returns the number of each token's column, ``[V]``.
 
     Args:
         rows: Returns the rows ``[V]`` of the table. It is called several times, so that a large
@@ -207,6 +235,7 @@ def merge_columns(rows: Callable[[], Iterable[np.ndarray]]) -> tuple[np.ndarray,
     Raises:
         ValueError: The merged table has more than ``MOST_ENTRIES``.
     """
+    # A column is known by a 64-bit digest of its entries, so that no column is stored.
     states = 0
     digests = np.zeros((), np.uint64)
     for row in rows():
@@ -219,6 +248,8 @@ def merge_columns(rows: Callable[[], Iterable[np.ndarray]]) -> tuple[np.ndarray,
             f"the automaton has {states} states and {len(first)} different columns, more than"
             f" {MOST_ENTRIES} entries; limit the lengths of its parts, or simplify it"
         )
+
+    # Two columns of one digest would be different here.
     table = np.stack([row[first] for row in rows()])
     assert all(
         np.array_equal(short[columns], row) for short, row in zip(table, rows(), strict=True)
@@ -227,30 +258,22 @@ def merge_columns(rows: Callable[[], Iterable[np.ndarray]]) -> tuple[np.ndarray,
 
 
 def token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
-    """Returns the bytes of each token's text by token id. Special tokens have none and are left out.
+    """Returns the bytes of each token's text by token id, without special tokens.
 
     Raises:
         ValueError: The tokenizer is neither a byte-level BPE nor one of SentencePiece.
     """
     decoder = str(tokenizer.decoder)
     if "ByteLevel" in decoder:
-        characters = sorted(
-            ByteLevel.alphabet()
-        )  # those of printable bytes are the bytes themselves and come first
-        printable = [ord(character) for character in characters if ord(character) < 256]
-        others = [byte for byte in range(256) if byte not in printable]
-        alphabet = dict(zip(characters, printable + others, strict=True))
-        spell = lambda text: bytes(alphabet[character] for character in text)
+        spell = _spell_bytes
     elif "▁" in decoder:
-        is_byte = lambda text: len(text) == 6 and text.startswith("<0x")
-        spell = lambda text: (
-            bytes([int(text[3:5], 16)]) if is_byte(text) else text.replace("▁", " ").encode()
-        )
+        spell = _spell_sentencepiece
     else:
         raise ValueError(
             "the tokenizer is neither a byte-level BPE nor one of SentencePiece; build the table"
             " yourself"
         )
+
     added = tokenizer.get_added_tokens_decoder()
     spelled = {
         token: spell(text)
@@ -263,8 +286,35 @@ def token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
     return spelled
 
 
+def _spell_bytes(text: str) -> bytes:
+    """Returns the bytes that a token of a byte-level BPE spells, a character each."""
+    alphabet = _byte_level_alphabet()
+    return bytes(alphabet[character] for character in text)
+
+
+@functools.cache
+def _byte_level_alphabet() -> dict[str, int]:
+    """Returns the byte that each character of a byte-level BPE spells."""
+    # The characters of printable bytes are the bytes themselves and come first.
+    characters = sorted(ByteLevel.alphabet())
+    printable = [ord(character) for character in characters if ord(character) < 256]
+    others = [byte for byte in range(256) if byte not in printable]
+    return dict(zip(characters, printable + others, strict=True))
+
+
+def _spell_sentencepiece(text: str) -> bytes:
+    """Returns the bytes that a token of SentencePiece spells: text, or a byte as in ``<0x0A>``."""
+    if len(text) == 6 and text.startswith("<0x"):
+        return bytes([int(text[3:5], 16)])
+    return text.replace("▁", " ").encode()
+
+
 def _outlines() -> Any:
-    """Returns the library outlines-core; raises ``ValueError`` if it is not installed."""
+    """Returns the library outlines-core.
+
+    Raises:
+        ValueError: It is not installed.
+    """
     try:
         import outlines_core
     except ImportError:

@@ -39,18 +39,28 @@ from eagle3_jax.types import TargetModel, TargetOutput
 
 
 class LogitsProcessor:
-    """A change of logits, here none. A subclass is a frozen dataclass whose numbers are in ``params``."""
+    """A change of logits, here none.
+
+    A subclass is a frozen dataclass whose numbers are in ``params``.
+    """
 
     #: Whether the state advances over the tokens of the prompt.
     prompt: bool = False
 
     def arrays(self, vocab_size: int) -> Any:
-        """Returns ``params``, a pytree of arrays; raises ``ValueError`` if they do not fit the vocabulary."""
+        """Returns ``params``, a pytree of arrays.
+
+        Raises:
+            ValueError: They do not fit the vocabulary.
+        """
         del vocab_size
         return ()
 
     def init(self, batch: int, vocab_size: int) -> Any:
-        """Returns the state before the first token: a pytree of ``[B ...]`` in bool, uint8 or int32."""
+        """Returns the state before the first token.
+
+        It is a pytree of ``[B ...]`` in bool, uint8 or int32.
+        """
         del batch, vocab_size
         return ()
 
@@ -69,7 +79,7 @@ def _float32(name: str, value: Any) -> float:
     """Returns a number, rounded to float32.
 
     Raises:
-        ValueError: The value is no number, or it is finite but infinite in float32. The message
+        ValueError: The value is not a number, or it is finite but infinite in float32. The message
             begins with ``name``.
     """
     number = np.asarray(value)
@@ -85,7 +95,10 @@ def _float32(name: str, value: Any) -> float:
 
 
 def _value(default: Any = dataclasses.MISSING) -> Any:
-    """Returns a field whose value is an argument of the compiled program, so a new value does not recompile it."""
+    """Returns a field whose value is an argument of the compiled program.
+
+    So a new value does not recompile it.
+    """
     return dataclasses.field(default=default, compare=False)
 
 
@@ -132,10 +145,11 @@ class LogitBias(LogitsProcessor):
 
 @dataclasses.dataclass(frozen=True)
 class MinP(LogitsProcessor):
-    """Forbids tokens whose probability at temperature 1 is below ``min_p`` times that of the most likely token.
+    """Forbids tokens that are less than ``min_p`` times as likely as the most likely token.
 
-    It is applied before temperature, top-k and top-p, as in llama.cpp. Hugging Face and vLLM apply
-    it after temperature ``T``: ``min_p ** T`` has their effect.
+    Probabilities are at temperature 1. It is applied before temperature, top-k and top-p, as in
+    llama.cpp. Hugging Face and vLLM apply it after temperature ``T``: ``min_p ** T`` has their
+    effect.
 
     Attributes:
         min_p: Above 0 and at most 1.
@@ -194,9 +208,10 @@ class Penalty(LogitsProcessor):
 
     def advance(self, params: Array, state: Array, tokens: Int[Array, " B"]) -> Array:
         """See :class:`LogitsProcessor`."""
-        increment = lambda counts, token: counts.at[token].add(
-            (counts[token] < 255).astype(jnp.uint8)
-        )
+
+        def increment(counts: Array, token: Array) -> Array:
+            return counts.at[token].add((counts[token] < 255).astype(jnp.uint8))
+
         return jax.vmap(increment)(state, tokens)
 
     def __call__(
@@ -212,10 +227,10 @@ class Penalty(LogitsProcessor):
 
 @dataclasses.dataclass(frozen=True)
 class TokenAutomaton(LogitsProcessor):
-    """Allows the tokens that an automaton allows. A state in which a text may end allows a stop token.
+    """Allows the tokens that an automaton allows.
 
-    Tokens that lead to the same state from every state share a column of the compiled table, four
-    bytes for each state.
+    A state in which a text may end allows a stop token. Tokens that lead to the same state from
+    every state share a column of the compiled table, four bytes for each state.
 
     Attributes:
         table: ``[S V]``, the state after each token, -1 for a token that is forbidden; with
@@ -232,11 +247,12 @@ class TokenAutomaton(LogitsProcessor):
 
     @classmethod
     def from_regex(cls, pattern: str, target: LoadedTarget) -> TokenAutomaton:
-        """Compiles a regular expression that the whole output matches; needs ``eagle3-jax[grammar]``.
+        """Compiles a regular expression that the output matches; needs ``eagle3-jax[grammar]``.
 
-        The syntax is that of the Rust crate ``regex``: no look-around, no back references, anchors
-        only around the pattern. Private characters from U+100000 are never written. The output ends
-        with a stop token of the target, or at its length limit.
+        All of the output matches it. The syntax is that of the Rust crate ``regex``: no
+        look-around, no back references, anchors only around the pattern. Private characters from
+        U+100000 are never written. The output ends with a stop token of the target, or at its
+        length limit.
 
         Args:
             pattern: The regular expression.
@@ -254,13 +270,13 @@ class TokenAutomaton(LogitsProcessor):
     def from_json_schema(
         cls, schema: str | Mapping[str, Any], target: LoadedTarget, *, whitespace: str | None = None
     ) -> TokenAutomaton:
-        """Compiles a JSON schema that the whole output follows; needs ``eagle3-jax[grammar]``.
+        """Compiles a JSON schema that all of the output follows; needs ``eagle3-jax[grammar]``.
 
         Args:
             schema: The schema, as JSON text or as a mapping. Properties are written in its order.
             target: The target, for its tokenizer and stop tokens.
-            whitespace: A regular expression for the space between two JSON tokens. Default: ``[
-                ]?``.
+            whitespace: A regular expression for the space between two JSON tokens. Default: at most
+                one space.
 
         Raises:
             ValueError: A part of the schema has a keyword, or a combination of keywords, that is
@@ -269,13 +285,17 @@ class TokenAutomaton(LogitsProcessor):
         return cls.from_regex(schema_to_regex(schema, whitespace), target)
 
     def arrays(self, vocab_size: int) -> tuple[Array, Array]:
-        """Returns the table ``[S C]``, with its states numbered from the first, and each token's column ``[V]``."""
+        """Returns the table ``[S C]``, and the column ``[V]`` of each token.
+
+        States are numbered from the first.
+        """
         table = np.asarray(self.table)
         if table.ndim != 2 or not np.issubdtype(table.dtype, np.integer) or not len(table):
             raise ValueError(
                 f"the automaton's table is {table.dtype}{list(table.shape)}; expected integers"
                 " [S V]"
             )
+
         states = len(table)
         columns = None if self.columns is None else np.asarray(self.columns)
         if columns is not None and (
@@ -289,6 +309,7 @@ class TokenAutomaton(LogitsProcessor):
             raise ValueError(
                 f"the automaton starts in the state {shown(self.start)}; expected a whole number"
             )
+
         known = table.shape[1] if columns is None else len(columns)
         if known != vocab_size:
             raise ValueError(
@@ -300,6 +321,7 @@ class TokenAutomaton(LogitsProcessor):
                 f"the automaton starts in the state {self.start} and its table names the states"
                 f" {table.min()} to {table.max()}; expected 0 to {states - 1}, and -1 in the table"
             )
+
         # Smaller or unsigned types would overflow below.
         table = table.astype(np.int32)
         start = int(self.start)
@@ -310,6 +332,8 @@ class TokenAutomaton(LogitsProcessor):
                 f"the automaton's columns are not all from 0 to {table.shape[1] - 1}, those of its"
                 " table"
             )
+
+        # The first state becomes number 0.
         rotated = np.roll(table, -start, 0)
         rotated = np.where(rotated < 0, -1, (rotated - start) % states)
         return jnp.asarray(rotated, jnp.int32), jnp.asarray(columns, jnp.int32)
@@ -339,8 +363,14 @@ class States(struct.PyTreeNode):
     value: Any  #: The states after the committed tokens, ``[B ...]`` each.
 
     def fill(self, written: Any, count: Int[Array, " B"]) -> States:
-        """See :class:`~eagle3_jax.cache.LayerCache`; ``written`` is ``[B T ...]``, the state after each token."""
-        read_last = lambda leaf: _read(leaf, jnp.clip(count - 1, 0, leaf.shape[1] - 1))
+        """See :class:`~eagle3_jax.cache.LayerCache`.
+
+        ``written`` is ``[B T ...]``, the state after each token.
+        """
+
+        def read_last(leaf: Array) -> Array:
+            return _read(leaf, jnp.clip(count - 1, 0, leaf.shape[1] - 1))
+
         return States(jax.tree.map(read_last, written))
 
     def commit(
@@ -350,11 +380,17 @@ class States(struct.PyTreeNode):
         count: Int[Array, " B"],
         nodes: Int[Array, "B T"] | None,
     ) -> States:
-        """See :class:`~eagle3_jax.cache.LayerCache`; ``written`` is ``[B T ...]``, the state after each node."""
+        """See :class:`~eagle3_jax.cache.LayerCache`.
+
+        ``written`` is ``[B T ...]``, the state after each node.
+        """
         del length
         last = jnp.maximum(count - 1, 0)
         node = last if nodes is None else _read(nodes, last)
-        update = lambda old, leaf: _where_rows(count > 0, _read(leaf, node), old)
+
+        def update(old: Array, leaf: Array) -> Array:
+            return _where_rows(count > 0, _read(leaf, node), old)
+
         return States(jax.tree.map(update, self.value, written))
 
 
@@ -370,7 +406,7 @@ def _where_rows(condition: Bool[Array, " B"], if_true: Array, if_false: Array) -
 
 @dataclasses.dataclass(frozen=True)
 class ProcessedTarget:
-    """A :class:`~eagle3_jax.types.TargetModel` whose logits are changed; see :func:`with_processors`.
+    """A :class:`~eagle3_jax.types.TargetModel` with changed logits; see :func:`with_processors`.
 
     Parameters are a dictionary: ``target`` has those of the model, and ``processors`` an entry for
     each processor.
@@ -416,10 +452,12 @@ class ProcessedTarget:
             before = self._init_states(tokens.shape[0])
         else:
             before = cache.layers[-1].value  # type: ignore[attr-defined]
+
         if cache is None and length is not None:
             states = self._after_prompt(params, before, tokens, length)
         else:
             states = self._after_nodes(params, before, tokens, parents_of(mask))
+
         columns = [_to_digits(leaf, output.final.dtype) for leaf in jax.tree.leaves(states)]
         final = jnp.concatenate([output.final, *columns], axis=-1)
         return TargetOutput(
@@ -432,12 +470,15 @@ class ProcessedTarget:
         sizes = [leaf.size * leaf.dtype.itemsize for leaf in templates]
         width = final.shape[-1] - sum(sizes)
         logits = self.model.unembed(params["target"], final[..., :width])
+
+        # The extra columns have the bytes of the states.
         flat = final.reshape(-1, final.shape[-1])
         leaves = []
         for template, size in zip(templates, sizes, strict=True):
             leaves.append(_from_digits(flat[:, width : width + size], template))
             width += size
         states = jax.tree.unflatten(tree, leaves)
+
         changed = logits.reshape(-1, logits.shape[-1])
         for processor, arrays, state in zip(
             self.processors, params["processors"], states, strict=True
@@ -448,7 +489,7 @@ class ProcessedTarget:
     def _advance(
         self, params: Any, states: Any, tokens: Int[Array, " B"], *, prompt: bool = False
     ) -> tuple[Any, ...]:
-        """Returns the states after one more token in each row; ``prompt`` says whether it belongs to the prompt."""
+        """Returns the states after one more token in each row, which may be one of the prompt."""
         advanced = []
         for processor, arrays, state in zip(
             self.processors, params["processors"], states, strict=True
@@ -460,7 +501,10 @@ class ProcessedTarget:
     def _after_prompt(
         self, params: Any, before: Any, tokens: Int[Array, "B T"], length: Int[Array, " B"]
     ) -> Any:
-        """Returns the states after each token of a prompt, ``[B T ...]``. Padding does not advance them."""
+        """Returns the states after each token of a prompt, ``[B T ...]``.
+
+        Padding does not advance them.
+        """
         read_token = functools.partial(self._read_token, params, length)
         _, states = lax.scan(
             read_token, before, (tokens.T, jnp.arange(tokens.shape[1], dtype=jnp.int32))
@@ -499,19 +543,28 @@ class ProcessedTarget:
         """Writes the states after a node into its slot; the step of a scan."""
         of_parents = jax.tree.map(lambda leaf: _read(leaf, parents[:, node] + 1), slots)
         after = self._advance(params, of_parents, tokens[:, node])
-        write = lambda leaf, new: leaf.at[:, node + 1].set(new)
+
+        def write(leaf: Array, new: Array) -> Array:
+            return leaf.at[:, node + 1].set(new)
+
         return jax.tree.map(write, slots, after), None
 
 
 def _to_digits(leaf: Array, dtype: Any) -> Float[Array, "B T n"]:
-    """Returns the bytes of a state as numbers from 0 to 255, which all floating types hold exactly, even bfloat16."""
+    """Returns the bytes of a state as numbers from 0 to 255.
+
+    All floating types hold them exactly, even bfloat16.
+    """
     leaf = leaf.astype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf
     digits = lax.bitcast_convert_type(leaf, jnp.uint8)
     return digits.reshape(*leaf.shape[:2], -1).astype(dtype)
 
 
 def _from_digits(digits: Float[Array, "n k"], template: Array) -> Array:
-    """Returns the state ``[n ...]`` for digits from :func:`_to_digits`, with the shape and type of ``template``."""
+    """Returns the state ``[n ...]`` for digits from :func:`_to_digits`.
+
+    It has the shape and type of ``template``.
+    """
     shape = (len(digits), *template.shape[1:])
     dtype = template.dtype
     state_bytes = digits.astype(jnp.uint8)
@@ -522,11 +575,12 @@ def _from_digits(digits: Float[Array, "n k"], template: Array) -> Array:
 
 
 def with_processors(target: LoadedTarget, *processors: Any) -> LoadedTarget:
-    """Returns the same target with changed logits. It shares its arrays; decoding stays exact with drafts of any shape.
+    """Returns the same target with changed logits.
 
-    Load draft heads with the unchanged target. Their drafts ignore the change, so a strong change
-    lowers acceptance. During a prefill, ``final`` has the processors' states for every token: ``V``
-    more numbers per token for a penalty.
+    It shares its arrays. Decoding stays exact with drafts of any shape. Load draft heads with the
+    unchanged target. Their drafts ignore the change, so a strong change lowers acceptance. During a
+    prefill, ``final`` has the processors' states for every token: ``V`` more numbers per token for
+    a penalty.
 
     Args:
         target: The target.
@@ -543,7 +597,7 @@ def with_processors(target: LoadedTarget, *processors: Any) -> LoadedTarget:
     for processor in processors or (None,):
         if not isinstance(processor, LogitsProcessor):
             raise ValueError(
-                f"{processor!r:.40} is no logits processor; expected a LogitsProcessor, such as"
+                f"{processor!r:.40} is not a logits processor; expected a LogitsProcessor, such as"
                 " LogitBias"
             )
     for processor in processors:
@@ -554,6 +608,7 @@ def with_processors(target: LoadedTarget, *processors: Any) -> LoadedTarget:
                 raise ValueError(
                     f"{name} has a state of {leaf.dtype}; expected bool, uint8 or int32"
                 )
+
     arrays = tuple(processor.arrays(target.vocab_size) for processor in processors)
     model = ProcessedTarget(target.model, processors)
     return dataclasses.replace(

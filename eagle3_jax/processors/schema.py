@@ -3,6 +3,11 @@ r"""Translates JSON schemas to regular expressions of the JSON texts that follow
 A schema is read as draft 2020-12. The expression may match fewer texts than the schema allows,
 never others. A part of a schema has one of the forms of ``_FORMS``. Every other combination of
 keywords is refused.
+
+outlines-core has a translation too, ``build_regex_from_schema``. It is not used, because release
+0.2.14 writes texts that do not follow the schema: it ignores keywords that it does not know, lets
+the alternatives of a ``pattern`` and of ``{}`` run into what is around them, does not escape names
+of properties, changes the last digit of many numbers, and writes dates such as February 31.
 """
 
 from __future__ import annotations
@@ -31,15 +36,18 @@ _FORMS = {
     "reference": ("$ref",),
 }
 # Keywords that allow and forbid nothing. They may occur in every form.
-_NOTES = {
-    "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$defs",
-    "definitions",
-}  # fmt: skip
+_NOTES = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
+_NOTES |= {"$comment", "$defs", "definitions"}
 _NOTES_OF_ROOT = {"$schema", "$id"}
 _TYPES = {
-    "null": type(None), "boolean": bool, "integer": int, "number": int | float, "string": str, "array": list,
+    "null": type(None),
+    "boolean": bool,
+    "integer": int,
+    "number": int | float,
+    "string": str,
+    "array": list,
     "object": dict,
-}  # fmt: skip
+}
 
 # The type of a keyword's value, with its name in messages.
 _VALUES = {
@@ -51,11 +59,15 @@ _VALUES = {
     "anyOf": (list, "a list of schemas"),
 }
 
-_MOST_CHARACTERS = 1_000_000  # of the whole expression
-_MOST_ITEMS = 10_000  # a repetition needs states; 100,000 of them take minutes to compile
-_ANY_DEPTH = 2  # lists and objects inside each other, where the schema allows any value
+# Most characters of all of the expression.
+_MOST_CHARACTERS = 1_000_000
+# A repetition needs states. 100,000 of them take minutes to compile.
+_MOST_ITEMS = 10_000
+# Lists and objects inside each other, where the schema allows any value.
+_ANY_DEPTH = 2
 
-_PLAIN = r'[^"\\\x00-\x1F\x7F-\x9F]'  # a character that a JSON text shows as it is
+# A character that a JSON text shows as it is.
+_PLAIN = r'[^"\\\x00-\x1F\x7F-\x9F]'
 _CHARACTER = rf'(?:{_PLAIN}|\\["\\/bfnrt])'
 _INTEGER = "-?(?:0|[1-9][0-9]*)"
 _STRING = f'"{_CHARACTER}*"'
@@ -65,8 +77,10 @@ _SCALARS = {
     "integer": _INTEGER,
     "number": rf"{_INTEGER}(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?",
 }
+# Months of 31, 30 and 28 days, then the 29th of February in leap years.
 _DATE = (
-    "(?:[1-9][0-9]{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    "(?:[1-9][0-9]{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
+    "|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
     "|02-(?:0[1-9]|1[0-9]|2[0-8]))"
     "|(?:[1-9][0-9](?:0[48]|[2468][048]|[13579][26])|(?:1[26]|[2468][048]|[3579][26])00)-02-29)"
 )
@@ -91,7 +105,7 @@ def schema_to_regex(schema: str | Mapping[str, Any], whitespace: str | None = No
         whitespace: A regular expression for the space between two JSON tokens. Default: ``[ ]?``.
 
     Raises:
-        ValueError: The schema is no JSON, or a part of it has none of the supported forms; the
+        ValueError: The schema is not JSON, or a part of it has none of the supported forms; the
             message names the keyword and the place.
     """
     try:
@@ -140,6 +154,7 @@ class _Translator:
         schema = {} if schema is True else schema
         if not isinstance(schema, dict):
             raise ValueError(f"{shown(pointer)} is {shown(schema)}; expected an object or true")
+
         kinds = _kinds(schema)
         are_known = kinds and all(isinstance(kind, str) and kind in _TYPES for kind in kinds)
         if "type" in schema and not are_known:
@@ -153,11 +168,13 @@ class _Translator:
                     f"{shown(pointer)} has the {keyword} {shown(schema[keyword])}; expected"
                     f" {expected}"
                 )
+
         noted = _NOTES | (_NOTES_OF_ROOT if pointer == "#" else set())
         keywords = [keyword for keyword in schema if keyword not in noted]
         if isinstance(schema.get("type"), list) and not {"enum", "const"} & set(keywords):
             parts = [_restrict_to_type(schema, kind, kinds) for kind in kinds]
             return _either([self.value(part, pointer, opened) for part in parts])
+
         form = _form(keywords, kinds, pointer) if keywords else "any"
         text = getattr(self, f"_{form}", self._scalar)(schema, pointer, opened)
         if len(text) > _MOST_CHARACTERS:
@@ -189,6 +206,7 @@ class _Translator:
                     f" {', '.join(_FORMATS)}"
                 )
             return f'"{_FORMATS[schema["format"]]}"'
+
         least, most = _limits(schema, "minLength", "maxLength", pointer)
         return f'"{_CHARACTER}{_times(least, most)}"'
 
@@ -200,9 +218,11 @@ class _Translator:
             for index, part in enumerate(prefix)
         ]
         parts = parts[:most]
+        count = len(parts)
+
+        # The items after those of prefixItems. They are left out if the schema does not name them.
         items = schema.get("items", not prefix)
         text = ""
-        count = len(parts)
         if items is False:
             if least > count:
                 raise ValueError(
@@ -217,6 +237,8 @@ class _Translator:
                 text = f"(?:{self._comma}{item}){_times(needed, most)}"
             else:
                 text = self._repeat(item, needed, most)
+
+        # From the last to the first: an item that is not needed may end the list before it.
         for index in reversed(range(count)):
             comma = self._comma if index else ""
             text = f"{comma}{parts[index]}{text}"
@@ -236,12 +258,14 @@ class _Translator:
                 f"{shown(pointer)}: 'additionalProperties' is a schema, which 'properties' does not"
                 " go with"
             )
+
         entry = f"{self.space}:{self.space}"
         if not properties:
             if more is False:
                 return self._enclosed("{}", "")
             text = self.value(more, f"{pointer}/additionalProperties", opened)
             return self._enclosed("{}", self._repeat(f"{_STRING}{entry}{text}", 0, None))
+
         texts = []
         for name, part in properties.items():
             escaped = name.replace("~", "~0").replace("/", "~1")
@@ -251,7 +275,11 @@ class _Translator:
         return self._enclosed("{}", self._members(texts, needed))
 
     def _members(self, texts: list[str], needed: list[bool]) -> str:
-        """Returns the expression of an object's properties, in order: all that are needed, and any others."""
+        """Returns the expression of an object's properties, in order.
+
+        All that are needed are there, and any of the others.
+        """
+        # Without a needed property, each may be the first one, which has no comma before it.
         if True not in needed:
             alternatives = [
                 self._joined(texts[first:], needed[first:]) for first in range(len(texts))
@@ -302,6 +330,7 @@ class _Translator:
                 f"{shown(pointer)}: {shown(target)} contains itself; write out as many levels as"
                 " you need"
             )
+
         for name in unquote(target).split("/")[1:]:
             name = name.replace("~1", "/").replace("~0", "~")
             if isinstance(part, list):
@@ -332,7 +361,11 @@ class _Translator:
 
 
 def _form(keywords: Sequence[str], kinds: Sequence[str], pointer: str) -> str:
-    """Returns the form that has all keywords; raises ``ValueError`` for the first that does not fit those before."""
+    """Returns the form that has all keywords.
+
+    Raises:
+        ValueError: There is none. The message names the first keyword that does not fit.
+    """
     form = ""
     keywords = sorted(keywords, key=lambda keyword: keyword != "type")
     for index, keyword in enumerate(keywords):
@@ -351,7 +384,7 @@ def _form(keywords: Sequence[str], kinds: Sequence[str], pointer: str) -> str:
 
 
 def _first_form(keywords: set[str], kinds: Sequence[str]) -> str:
-    """Returns the first form of these types that allows all keywords; an empty text if there is none."""
+    """Returns the first form of these types with all keywords; an empty text if there is none."""
     names = [name for name in _FORMS if not kinds or name in (*kinds, "values")]
     fits = (
         name for name in names if any(keywords <= {*allowed.split()} for allowed in _FORMS[name])
@@ -385,7 +418,10 @@ def _has_type(value: Any, kind: str) -> bool:
 def _limits(
     schema: Mapping[str, Any], least: str, most: str, pointer: str
 ) -> tuple[int, int | None]:
-    """Returns the values of two keywords, such as ``minItems`` and ``maxItems``; ``None`` for no upper limit."""
+    """Returns the values of two keywords, such as ``minItems`` and ``maxItems``.
+
+    The second is ``None`` if there is no upper limit.
+    """
     for name in (least, most):
         value = schema.get(name, 0)
         if type(value) is not int or not 0 <= value <= _MOST_ITEMS:
@@ -413,13 +449,16 @@ def _either(texts: Sequence[str]) -> str:
 def _literal(value: Any) -> str:
     """Returns the expression of one JSON text of a value."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    if re.search("[\ud800-\udfff\U00100000-\U0010ffff]", text):  # no token spells them
+    # No token spells surrogates and private characters.
+    if re.search("[\ud800-\udfff\U00100000-\U0010ffff]", text):
         text = json.dumps(value)
     return re.escape(text)
 
 
 def _pattern(pattern: str, pointer: str) -> str:
-    """Returns the expression of the strings that a pattern matches as a whole, without the quotes of a JSON text.
+    """Returns the expression of the strings that a pattern matches, without their quotes.
+
+    A pattern matches all of a string here; in a schema it may match a part.
 
     Raises:
         ValueError: The pattern matches a character that JSON writes with a backslash, or it is read
@@ -435,6 +474,7 @@ def _pattern(pattern: str, pointer: str) -> str:
                 f"{shown(pointer)}: {shown(piece)} in the pattern {shown(pattern)} is not supported"
             )
         text += _PLAIN if (piece, depth) == (".", 0) else _CLASSES.get(piece, piece)
+
     try:
         escaped = bytes_of(f"^{text}$") & {*b'"\\', *range(32)}
     except ValueError as error:
