@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 LIST = "notebooks/README.md"
-PAGES = ("CHANGELOG.md", LIST, "notebooks/gpu/README.md")
+PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", LIST, "notebooks/gpu/README.md")
 _CLAIMS = "repository/notebooks/claims"
 _NOT_EXECUTED = (
     "```{note}\n"
