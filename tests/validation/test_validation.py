@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import sys
 import time
 from pathlib import Path
@@ -287,20 +286,12 @@ def test_a_quick_run_takes_checks_by_their_value_and_passes_as_one(timed) -> Non
 
 def test_no_check_starts_that_is_not_expected_to_end_in_the_budget(timed) -> None:
     spent = "the budget of 0.5 minutes was spent"
-    slow = TIMED.replace('done("L3")', 'done("L3"); wait(100); check.seconds = 100.0')
+    slow = TIMED.replace('done("L3")', 'done("L3"); wait(100)')
     result, report, ran = timed(slow, "--minutes", "0.5")
     assert ran == ["logits", "L3"], "seconds are unknown, so what has any time left is started"
     assert (report["L0"].verdict, report["L0"].reason) == (NOT_RUN, spent)
     assert (report["L3"].verdict, report["HF"].verdict) == (QUICK, PARTLY)
     assert result.ret == 0 and report.verdict == PARTLY and report.unfinished == spent
-
-    # The next run, with another option, knows the seconds. What is not expected to end is left out.
-    write(dataclasses.replace(report, options="other"), "out")
-    _, report, ran = timed(slow, "--minutes", "0.5")
-    assert ran == ["logits", "text", "L0", "L1"]
-    bits = report["L3"].checks[0]
-    assert bits.verdict == NOT_RUN
-    assert re.fullmatch(f"{spent}: it took 100 s before, and [123]. s were left", bits.reason)
 
 
 def test_a_second_run_continues_the_first(timed, pytester: pytest.Pytester) -> None:
@@ -321,15 +312,6 @@ def test_a_second_run_continues_the_first(timed, pytester: pytest.Pytester) -> N
     sys.modules.pop("switch", None)
     result, third, ran = timed(source, "--minutes", "0.5")
     assert ran == ["text"] and result.ret == 0 and third["HF"].verdict == QUICK
-
-
-def test_a_check_that_outlasts_the_budget_is_cut_off(timed) -> None:
-    """What catches errors does not catch the end."""
-    endless = "\n@level('L3')\ndef test_endless():\n    time.sleep(60)\n"
-    _, report, _ = timed(TIMED + endless, "-k", "endless", "--minutes", "0.1")
-    (cut,) = [check for check in report["L3"].checks if check.name == "endless"]
-    assert cut.verdict == NOT_RUN
-    assert cut.reason == "the budget of 0.1 minutes was spent while it ran"
 
 
 @pytest.mark.parametrize("part", ["code", "versions", "jax"])

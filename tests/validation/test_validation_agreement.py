@@ -55,7 +55,10 @@ def two_engines(
     shape = (*size, VOCAB)
     true = 20.0 - np.cumsum(draw.exponential(2.0, shape), -1)[..., ::-1]
     unit = bfloat16_ulp(true.max(-1, keepdims=True))
-    noise = lambda size: size * unit * draw.standard_normal(shape)
+
+    def noise(size: float) -> np.ndarray:
+        return size * unit * draw.standard_normal(shape)
+
     ours = true + off * unit * draw.choice([-1.0, 1.0], shape)
     shared = noise(NOISE)
     their_judge = on_grid(true + shared)

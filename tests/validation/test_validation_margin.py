@@ -74,7 +74,11 @@ def test_a_control_allows_for_the_flips_that_it_could_have_missed_once_in_a_mill
     assert math.isclose(seen, 0.01)
     mean = 2 * 500 * rate
     allowed = control.allowed(500, times=2)
-    exceeds = lambda count: math.fsum(
-        math.exp(-mean) * mean**k / math.factorial(k) for k in range(count + 1, 120)
-    )
+
+    def exceeds(count: int) -> float:
+        """Probability that a Poisson variable exceeds a count."""
+        return math.fsum(
+            math.exp(-mean) * mean**k / math.factorial(k) for k in range(count + 1, 120)
+        )
+
     assert exceeds(allowed) <= 1e-6 < exceeds(allowed - 1)
