@@ -15,7 +15,13 @@ def test_a_rehearsal_measures_every_cell_once(tmp_path: Path) -> None:
     prompts = tmp_path / "short.jsonl"
     lines = [json.dumps({"prompt_ids": [3 + row, 7, 9, 11]}) for row in range(3)]
     prompts.write_text("\n".join(lines) + "\n")
-    options = ["--rehearse", "--target", str(MODELS / "target"), "--drafter", str(MODELS / "eagle3")]
+    options = [
+        "--rehearse",
+        "--target",
+        str(MODELS / "target"),
+        "--drafter",
+        str(MODELS / "eagle3"),
+    ]
     options += ["--prompts", f"short={prompts}", "--output", str(tmp_path)]
     options += "--batches 2 --chains 2 --tree 4 2 2 --max-new-tokens 5".split()
 

@@ -146,8 +146,8 @@ def played(bug: str) -> Played:
     rng = np.random.default_rng(7)
 
     def draw(weights: np.ndarray) -> int:
-        place = rng.random() * weights.sum()
-        return int(np.searchsorted(np.cumsum(weights), place, side="right"))
+        uniform = rng.random() * weights.sum()
+        return int(np.searchsorted(np.cumsum(weights), uniform, side="right"))
 
     rows: list[tuple] = []
     for _ in range(ROUNDS):

@@ -1,4 +1,4 @@
-"""Counts in the text of a compiled program: launches, copies, collectives, and work of the host.
+"""Counts in the text of a compiled program: launches, copies, and work of the host.
 
 The text of the optimized HLO is the only public form of a compiled program. Nothing here knows
 about decoding.
@@ -6,7 +6,6 @@ about decoding.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import math
@@ -26,10 +25,6 @@ _CALLED = re.compile(
 )
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
-COLLECTIVES = frozenset(
-    ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast",
-     "ragged-all-to-all")
-)  # fmt: skip
 # Instructions without cost: they name arrays that exist already.
 _FREE = frozenset(
     ("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all", "opt-barrier", "add-dependency",
@@ -237,11 +232,6 @@ class Module:
         is_fusion = instruction.op in ("fusion", "fusion-start")
         return self.computations[instruction.attribute(_CALLED)] if is_fusion else []
 
-    def collectives(self, instruction: Instruction) -> list[str]:
-        """Returns the collectives in an instruction; since jax 0.11 an all-reduce on GPUs is in a fusion."""
-        ops = (part.op.removesuffix("-start") for part in (instruction, *self.fused(instruction)))
-        return [op for op in ops if op in COLLECTIVES]
-
     def copies(self, instruction: Instruction) -> bool:
         """Whether an instruction only moves or relabels an array."""
         fused = self.fused(instruction)
@@ -260,18 +250,14 @@ class Module:
 class Counts:
     """Counts of one round, or of a program without a loop of rounds."""
 
-    launches: int = (
-        0  #: Kernels, copies and library calls; loops are unrolled by known trip counts.
-    )
+    #: Kernels, copies and library calls; loops are unrolled by known trip counts.
+    launches: int = 0
     #: Conditionals, and loops without a known trip count: a GPU asks the host which way to go.
     decisions: int = 0
     host: int = 0  #: Transfers from and to the host, and calls into it, in the whole program.
     #: Instructions that write a whole cache, or the embedding, instead of updating it in place.
     cache_writes: int = 0
     copied: int = 0  #: Bytes in all copies of a MiB and more.
-    collectives: dict[str, int] = dataclasses.field(default_factory=dict)  #: Number of each kind.
-    cache_collectives: int = 0  #: Collectives of an array of a cache's shape.
-    cycles: int = 0  #: The TPU compiler's own estimate; 0 elsewhere.
 
 
 def count(text: str, shapes: Iterable[tuple[int, ...]], *, rounds: bool = False) -> Counts:
@@ -285,29 +271,25 @@ def count(text: str, shapes: Iterable[tuple[int, ...]], *, rounds: bool = False)
     module = Module.parse(text)
     program = list(module.steps(module.entry))
     caches = {_sorted(shape) for shape in shapes}
-    collectives: collections.Counter[str] = collections.Counter()
     counts = Counts(
         host=sum(times for step, times in program if step.is_launched and step.uses_host)
     )
+
     for instruction, times in module.round_steps() if rounds else program:
         if module.is_open_loop(instruction) or instruction.op == "conditional":
             counts.decisions += times
         if not instruction.is_launched:
             continue
+
         counts.launches += times
-        counts.cycles += times * int(instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0)
         written = instruction.written
+        # A collective that sends a cache to other devices writes all of it too.
         writes_cache = any(_sorted(array.dims) in caches for array in written)
-        kinds = module.collectives(instruction)
-        for kind in kinds:
-            collectives[kind] += times
-        if kinds:
-            counts.cache_collectives += times * writes_cache
-        elif not module.updates_in_place(instruction):
-            counts.cache_writes += times * writes_cache
+        if writes_cache and not module.updates_in_place(instruction):
+            counts.cache_writes += times
         if module.copies(instruction):
             counts.copied += times * sum(array.size for array in written if array.size >= _LARGE)
-    counts.collectives = dict(collectives)
+
     return counts
 
 

@@ -17,12 +17,8 @@ from validation.aot.platforms import Platform, find_compilers
 from validation.aot.programs import Case, Facts, compiled
 
 PATH = Path(__file__).resolve().parent.parent / "results" / "aot.json"
-DEPTHS = (
-    3,
-    5,
-    # layers; with fewer than three, the features of a head would include the output of the last
-    # layer
-)
+# Layers. With fewer than three, the features of a head would include the output of the last layer.
+DEPTHS = (3, 5)
 SLACK = 1.05
 
 
@@ -45,25 +41,15 @@ class Measured:
         """Name of the row; that of a complete model ends with its number of layers."""
         return self.case.name if len(self.facts) > 1 else f"{self.case.name} L{self.deep.layers}"
 
-    def per_layer(self, name: str = "launches") -> float:
-        """Returns by how much a layer increases a count, from two depths."""
+    def per_layer(self) -> float:
+        """Returns the launches that a layer adds, from two depths."""
         shallow, deep = self.facts
-        more = getattr(deep.counts, name) - getattr(shallow.counts, name)
+        more = deep.counts.launches - shallow.counts.launches
         return more / (deep.layers - shallow.layers)
 
-    def outside(self, name: str = "launches") -> float:
-        """Returns a count without the layers, from two depths."""
-        return getattr(self.deep.counts, name) - self.per_layer(name) * self.deep.layers
-
-    def collectives_per_layer(self) -> dict[str, float]:
-        """Returns how many collectives of each kind a layer adds, from two depths."""
-        shallow, deep = self.facts
-        layers = deep.layers - shallow.layers
-        before = shallow.counts.collectives
-        more = {
-            kind: total - before.get(kind, 0) for kind, total in deep.counts.collectives.items()
-        }
-        return {kind: total / layers for kind, total in more.items() if total}
+    def outside(self) -> float:
+        """Returns the launches outside the layers, from two depths."""
+        return self.deep.counts.launches - self.per_layer() * self.deep.layers
 
     @property
     def aliased(self) -> float | None:
@@ -72,9 +58,17 @@ class Measured:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Measured:
-        """Returns a row of a record."""
-        facts = [Facts(**depth | {"counts": Counts(**depth["counts"])}) for depth in row["facts"]]
+        """Returns a row of a record; older rows have more fields, which are ignored."""
+        facts = [
+            Facts(**_fields(Facts, depth) | {"counts": Counts(**_fields(Counts, depth["counts"]))})
+            for depth in row["facts"]
+        ]
         return cls(Case(**row["case"]), facts, row["versions"])
+
+
+def _fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of the fields of a dataclass."""
+    return {field.name: values[field.name] for field in dataclasses.fields(kind)}
 
 
 def measured(case: Case, depths: Sequence[int | None] = DEPTHS) -> tuple[Measured, str]:

@@ -158,10 +158,14 @@ def _read(text: str) -> _Program:
     if not all(target.values()):
         raise ValueError("a round does not compute every array of the cache")
 
-    reads = lambda step, matrix: (
-        step.is_launched and any(_is(hashes[name], matrix) for name in step.inputs)
-    )
-    readers = lambda matrix: [step.name for step in steps.values() if reads(step, matrix)]
+    def readers(matrix: str) -> list[str]:
+        """Returns the launched steps that read a matrix."""
+        return [
+            step.name
+            for step in steps.values()
+            if step.is_launched and any(_is(hashes[name], matrix) for name in step.inputs)
+        ]
+
     # With a tied output matrix the last reader is the product, after the lookup of the tokens.
     products = {
         "logits": readers(_OUTPUT_MATRIX) or readers(_EMBEDDING),
@@ -224,14 +228,10 @@ class _Hasher:
         """Attributes with hashes in place of the names of computations, and nothing in place of one of them."""
 
         def called(match: re.Match[str]) -> str:
-            is_computation = match[1] in self.module.computations and match[1] != but
-            return (
-                self._computation(match[1])
-                if is_computation
-                else ""
-                if match[1] == but
-                else match[0]
-            )
+            if match[1] == but:
+                return ""
+            is_computation = match[1] in self.module.computations
+            return self._computation(match[1]) if is_computation else match[0]
 
         return _CALLED.sub(called, _WITHOUT_EFFECT.sub("", step.attributes))
 
@@ -264,9 +264,8 @@ def _argument(parameter: Instruction) -> str:
         raise ValueError(
             f"the argument {parameter.name} has no name; was the text written without metadata?"
         )
-    return name.replace(
-        "['inner']", ""
-    )  # where a drafter that wraps another has the parameters of the latter
+    # A drafter that wraps another has the parameters of the latter there.
+    return name.replace("['inner']", "")
 
 
 def _origin(steps: Mapping[str, Instruction], name: str) -> Instruction:
