@@ -145,6 +145,7 @@ class BothDirections:
         for judged in self.all:
             agreed = judged.agreed
             num_different = len(judged.outputs) - judged.texts_shared(self.plain)
+
             if agreed.disagreements:
                 yield (
                     f"{judged.by}: {agreed.disagreements} tokens are neither {judged.scored_by}'s"
@@ -161,6 +162,7 @@ class BothDirections:
                 yield (
                     f"{judged.by}: {judged.wrong} tokens are too far below {judge} for any rounding"
                 )
+
         for verdict in (Agreement.TIE, Agreement.DISAGREE):
             noise = self.noise(verdict)
             for judged in self.all:
@@ -216,11 +218,13 @@ def both_directions(
         max_model_len=min(target.max_positions, MOST_POSITIONS),
         max_num_seqs=BATCH,
     )
+
     speculating = {}
     for config in speculative:
         engine = vllm.engine(dataclasses.replace(options, speculative=config))
         generated = engine.generate(prompts, max_new_tokens=max_new_tokens)
         speculating[f"vLLM, {config['method']}"] = generated.outputs
+
     engine = vllm.engine(options)
     theirs = {
         "vLLM, plain": engine.generate(prompts, max_new_tokens=max_new_tokens).outputs

@@ -75,9 +75,11 @@ def earlier_run(directory: Path, report: Report) -> Earlier:
         earlier = load(directory)
     except ValueError as error:
         return Earlier([], {}, f"the earlier run is not continued: {error}")
+
     measured = {check.key: check.seconds or check.expected for check in earlier.checks}
     same_kind = _kind(earlier) == _kind(report)
     seconds = {key: value for key, value in measured.items() if value} if same_kind else {}
+
     different = [
         name
         for name, part in CONDITIONS.items()
@@ -90,6 +92,7 @@ def earlier_run(directory: Path, report: Report) -> Earlier:
             seconds,
             f"the earlier run is not continued: it has another {', another '.join(different)}",
         )
+
     checks = [
         dataclasses.replace(check, taken_over=check.taken_over or earlier.started)
         for check in earlier.checks

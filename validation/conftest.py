@@ -143,12 +143,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "not_quick: other checks of a quick run see nearly the same errors"
     )
+
     if not hasattr(
         config.option, "rehearse"
     ):  # found among other directories, which for pytest 8 is too late
         raise pytest.UsageError(
             "validation has options of its own and must be named: pytest validation"
         )
+
     option = config.getoption
     report = Report(
         started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -162,10 +164,12 @@ def pytest_configure(config: pytest.Config) -> None:
         ),
         aot=option("--aot"),
     )
+
     config.stash[REPORT] = report
     config.stash[_EARLIER] = Earlier([], {})
     config.stash[RELEASES] = []
     config.stash[_STARTED] = time.perf_counter()
+
     try:
         _refuse_misuse(config)
         if option("--gpu"):
@@ -179,6 +183,7 @@ def pytest_configure(config: pytest.Config) -> None:
         report.environment |= environment(
             target=option("--target"), drafter=option("--drafter"), prompt_files=option("--prompts")
         )
+
         if minutes := option("--minutes") or (
             MINUTES if option("--gpu") and option("--quick") else 0
         ):
@@ -200,6 +205,7 @@ def _refuse_misuse(config: pytest.Config) -> None:
         )
     if option("--rehearse") and not option("--gpu"):
         raise ValueError("--rehearse is for a run with --gpu; give both")
+
     for name in option("--aot"):
         try:
             Platform.named(name)
@@ -311,6 +317,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     if len(marker.args) != 1 or marker.args[0] not in BY_NAME:
         names = ", ".join(map(repr, marker.args)) or "nothing"
         raise pytest.UsageError(f"{item.nodeid}: level({names}) is none of {', '.join(BY_NAME)}")
+
     check = Check(marker.args[0], check_name(item.nodeid.partition("::")[2]))
     report = item.config.stash[REPORT]
     earlier = item.config.stash[_EARLIER]
@@ -335,6 +342,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for folder in {item.path.parent for item in items_of_levels}:
         for level, name in sorted(checks_in(folder, gpu=report.gpu) - present):
             report.missing.setdefault(level, []).append(name)
+
     seen: set[tuple[str, str]] = set()
     deselected = []
     for item in items_of_levels:
@@ -350,10 +358,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             reason = DESELECTED
         else:
             seen.add(check.kind)
+
         if reason or check.verdict is Verdict.PASSED:
             deselected.append(item)
         if check.verdict is Verdict.NOT_RUN:
             check.reason = reason
+
     if deselected:
         config.hook.pytest_deselected(items=deselected)
         items[:] = [item for item in items if item not in set(deselected)]
@@ -402,6 +412,7 @@ def _cut_off(config: pytest.Config) -> Iterator[None]:
     if budget is None or budget.seconds_left() <= 0:  # then no check is started
         yield
         return
+
     previous = signal.signal(
         signal.SIGALRM, lambda *_: _end(config, f"{budget.spent} while it ran")
     )
@@ -431,6 +442,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
         outcome.outcome = "skipped"
         outcome.longrepr = (str(item.path), item.location[1] or 0, f"Skipped: {reason}")
         _free(item.config)
+
     if outcome.failed:
         message = (
             outcome.longrepr
@@ -477,6 +489,7 @@ def _write(config: pytest.Config, unfinished: str, *, page: bool = True) -> Repo
         )
         for check in report.checks
     ]
+
     seconds = time.perf_counter() - config.stash[_STARTED]
     report = dataclasses.replace(report, checks=checks, seconds=seconds, unfinished=unfinished)
     try:
@@ -496,6 +509,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if exitstatus == pytest.ExitCode.USAGE_ERROR:  # nothing was collected
         del config.stash[_WRITTEN]
         return
+
     report = config.stash[REPORT]
     stopped = any(check.verdict is Verdict.NOT_RUN and not check.reason for check in report.checks)
     interrupted = exitstatus == pytest.ExitCode.INTERRUPTED and not report.errors
@@ -506,9 +520,11 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         if stopped
         else report.unfinished
     )
+
     config.stash[REPORT] = report = _write(config, reason)
     if exitstatus not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
         return
+
     # What was taken over counts as what ran.
     incomplete = config.getoption("--complete") and report.incomplete(config.getoption("--level"))
     if incomplete or any(check.verdict is Verdict.FAILED for check in report.checks):
@@ -524,6 +540,7 @@ def pytest_terminal_summary(
         return
     report = config.stash[REPORT]
     file = config.stash[_WRITTEN]
+
     terminalreporter.section("validation")
     for verdict, line in verdict_lines(report):
         terminalreporter.write_line(line, **{COLORS[verdict]: True})

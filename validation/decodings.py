@@ -57,6 +57,7 @@ class Decoding:
             prompts[start : start + self.batch] for start in range(0, len(prompts), self.batch)
         ]
         states = [run(params, prefill(params, batch_of(batch, self.limit))) for batch in batches]
+
         rows = [
             row
             for state in states

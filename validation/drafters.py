@@ -84,12 +84,14 @@ class Method:
         if self.layout is not None:
             convert(head, directory / "written", self.layout, read_target(TARGET).config)
             head = directory / "written"
+
         if self.speculative["method"] == "mtp":  # the module is part of the target's files
             target = rewritten(TARGET, directory / "target", functools.partial(_join_mtp, head))
         elif self.speculative["method"] != "ngram":
             if self.head is None:
                 head = rewritten(TARGET, directory / "head", _keep_first_layers)
             speculative["model"] = str(head)
+
         return EngineOptions(
             model=str(target), speculative=speculative, max_num_seqs=len(PROMPTS), first_runner=True
         )
@@ -247,6 +249,7 @@ def main(names: list[str]) -> None:
     record |= {"versions": vllm.versions, "max_new_tokens": NEW_TOKENS, "prompts": PROMPTS}
     plain = vllm.engine(EngineOptions(model=str(TARGET), max_num_seqs=len(PROMPTS)))
     record["outputs"] = plain.generate(PROMPTS, max_new_tokens=NEW_TOKENS).outputs
+
     runs = record.setdefault("methods", {})
     for name in names or METHODS:
         with tempfile.TemporaryDirectory() as directory:
@@ -258,6 +261,7 @@ def main(names: list[str]) -> None:
             "drafted": [completion.drafted for completion in generated.completions],
         }
         print(f"{name}: mean acceptance length {mean_acceptance_length(generated):.2f}", flush=True)
+
     vllm.close()
     RUNS.write_text(json.dumps(record) + "\n")
 

@@ -199,6 +199,7 @@ def trial(vllm: Process, family: Family, directory: Path) -> Trial:
     path = write_target(family, directory / "target")
     prompts = family.prompts
     target = load_target(path, dtype=family.dtype)
+
     drafter: LoadedDrafter | NGram = NGram(max_ngram=3, min_ngram=1, earliest=True)
     drafted = {
         "method": "ngram",
@@ -216,6 +217,7 @@ def trial(vllm: Process, family: Family, directory: Path) -> Trial:
         files = write_head(head, directory / "head")
         drafter = load_drafter(files, target=target)
         drafted = eagle3(files, peaked.DEPTH)
+
     options = EngineOptions(model=str(path), dtype=family.dtype, max_num_seqs=len(prompts))
     decoders = {
         "ours, plain": SpeculativeDecoder(target, stop_tokens=()),
@@ -227,6 +229,7 @@ def trial(vllm: Process, family: Family, directory: Path) -> Trial:
         name: decoder.generate(prompts, max_new_tokens=NEW_TOKENS).tokens
         for name, decoder in decoders.items()
     }
+
     # A new process: engines loaded after one with n-grams were seen to write other texts, plain
     # ones too.
     vllm.rest()
@@ -236,6 +239,7 @@ def trial(vllm: Process, family: Family, directory: Path) -> Trial:
         Judged(name, "vLLM", family.dtype, texts, engine.score(prompts, texts))
         for name, texts in our_texts.items()
     ]
+
     drafting = vllm.engine(dataclasses.replace(options, speculative=drafted))
     theirs = drafting.generate(prompts, max_new_tokens=NEW_TOKENS)
     others = {"vLLM, plain": plain_text.outputs, "vLLM, drafting": theirs.outputs}
@@ -243,4 +247,5 @@ def trial(vllm: Process, family: Family, directory: Path) -> Trial:
         Judged(name, "us", family.dtype, texts, reference(target, prompts, texts))
         for name, texts in others.items()
     ]
+
     return Trial(prompts, target, drafter, judged, theirs)

@@ -95,6 +95,7 @@ def _judge(
     judged_ids = [[*prompt[1:], *tokens] for prompt, tokens in zip(prompts, judged, strict=True)]
     width = -(-max(map(len, fed)) // _BUCKET) * _BUCKET  # one for all, so that there is one program
     width = -(-width // multiple) * multiple
+
     scored = []
     for start in range(0, len(fed), _ROWS):
         rows = slice(start, start + _ROWS)

@@ -109,6 +109,7 @@ class Parity:
         text_difference = first_difference(self.ours, self.theirs)
         if text_difference is not None:
             return text_difference
+
         names = [name for name, (our_count, theirs) in self.counters.items() if our_count != theirs]
         if names or set(self.theirs.counters) != set(COUNTERS):
             return (

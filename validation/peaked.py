@@ -82,6 +82,7 @@ def _noise(name: str, value: Any, noise: Any, model_type: str, *, tied: bool) ->
         return 0.3 * noise
     if "embed_tokens" in name:  # small where tied, lest the model only repeat its last token
         return (0.15 if tied else 0.7) * noise
+
     inputs = value.shape[1] if value.ndim == 3 and model_type in _IN_FIRST else value.shape[-1]
     sharp = name.endswith(("lm_head.weight", "gate.weight", "router.weight"))
     return noise * (1.3 + 1.3 * sharp) / math.sqrt(inputs)
@@ -107,6 +108,7 @@ def write_peaked(recipe: Recipe, directory: Path, *, loudness: float) -> Path:
     embedding = model.get_input_embeddings().weight
     output = model.get_output_embeddings().weight
     words, width = embedding.shape
+
     generator = torch.Generator().manual_seed(recipe.seed)
     cycle = torch.randperm(words, generator=generator)
     directions = torch.randn((words, width), generator=generator)
@@ -143,6 +145,7 @@ def learned(
         aux_layers=(1, 2, 4),
         max_positions=like.max_positions,
     )
+
     drafter = Eagle3Drafter(config, Chain(DEPTH))
     tokens = jnp.asarray(
         [prompt + text for prompt, text in zip(prompts, written, strict=True)], jnp.int32
@@ -150,6 +153,7 @@ def learned(
     real = jnp.ones(tokens.shape, jnp.bool_)
     supervised = real.at[:, : len(prompts[0]) - 1].set(False)  # prompts are given
     everything = TTTBatch(tokens=tokens, attention_mask=real, loss_mask=supervised)
+
     embedding = target.model.tables(target.params).embedding  # type: ignore[attr-defined]
     frozen: Frozen = {
         "target_params": target.params,
@@ -171,6 +175,7 @@ def learned(
         for state, metrics in trainer.run(trainer.start(head), batch_at, steps):
             losses.append(metrics["loss"])
             head = state.params
+
     ids = jnp.arange(config.draft_vocab_size, dtype=jnp.int32)
     return (
         LoadedDrafter(drafter, {"head": head, "embedding": embedding, "draft_to_target": ids}),

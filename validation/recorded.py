@@ -218,6 +218,7 @@ def record(name: str, files: Sequence[Path], python: Path, threads: int) -> None
     prompts = (
         data["prompts"] if data and not files else pair.prompts(files or [bundled("prompts.jsonl")])
     )
+
     vllm = Process(python, threads=threads)
     conditions: dict[str, Any] = {
         "pair": name,
@@ -233,6 +234,8 @@ def record(name: str, files: Sequence[Path], python: Path, threads: int) -> None
         },
         "prompts": prompts,
     }
+
+    # A changed checkpoint or setting starts anew; an interrupted recording is continued.
     if any(data.get(key) != value for key, value in json.loads(json.dumps(conditions)).items()):
         data = {}
     data = {
@@ -244,11 +247,13 @@ def record(name: str, files: Sequence[Path], python: Path, threads: int) -> None
         "runs": data.get("runs", {}),
         "texts": data.get("texts", []),
     }
+
     with contextlib.closing(vllm), directory_for_vllm(pair) as target:
         for method in METHODS:
             if method not in data["runs"]:
                 data["runs"][method] = run(vllm, options_of(method, target, pair.head), prompts)
                 write(file, data)
+
         if not data["texts"]:
             step = len(prompts) // TEXTS
             chosen = range(0, step * TEXTS, step)
@@ -285,6 +290,7 @@ def main() -> None:
     )
     parser.add_argument("--vllm-python", type=Path, default=installed_python())
     parser.add_argument("--threads", type=int, default=2, help="[default: 2]")
+
     options = parser.parse_args()
     record(options.pair, options.prompts, options.vllm_python, options.threads)
 

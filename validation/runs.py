@@ -177,6 +177,7 @@ class Report:
         verdict = Verdict.join(check.verdict for check in chosen)
         if self.quick and verdict is Verdict.PASSED:
             verdict = Verdict.QUICK
+
         # A check that failed is the reason of a failed level; otherwise the checks that did not run
         # are.
         reasons = [
@@ -189,16 +190,19 @@ class Report:
             reason if count == len(checks) else f"{count} of {len(checks)} checks: {reason}"
             for reason, count in collections.Counter(reasons).items()
         ]
+
         recorded = [check.verdict for check in checks if RECORDED in check.name]
         if recorded and lines and verdict is not Verdict.FAILED:
             num_passed = recorded.count(Verdict.PASSED)
             lines[0] = f"{RECORDED}: {num_passed} of {len(recorded)} checks passed; {lines[0]}"
+
         missing = self.missing.get(name)
         if missing and checks:
             lines.append(f"not collected: {', '.join(missing)}")
             verdict = Verdict.PARTLY if verdict in (Verdict.PASSED, Verdict.QUICK) else verdict
         if verdict is Verdict.QUICK:
             lines.insert(0, f"quick: {len(chosen)} of {len(checks)} checks, with fewer prompts")
+
         if not checks:
             lines = [self.unfinished or "no check of it was part of this run"]
         return LevelResult(level, checks, verdict, "\n".join(lines))
@@ -235,6 +239,7 @@ class Report:
         for verdict in Verdict:
             names = [name for name, result in self.levels.items() if result.verdict is verdict]
             parts += [f"{verdict.capitalize()}: {', '.join(names)}."] if names else []
+
         dates = collections.Counter(check.taken_over for check in self.checks if check.taken_over)
         parts += [
             f"Taken over from an earlier run, {date}: {count} checks."
@@ -273,6 +278,7 @@ class Report:
             "summary": self.summary,
             "levels": levels,
         }
+
         text = json.dumps(head | dataclasses.asdict(self), default=_plain)
         finite = json.loads(text, parse_constant=lambda constant: None)
         return json.dumps(finite, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
@@ -307,6 +313,7 @@ def load(path: str | Path) -> Report:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from None
+
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version != SCHEMA_VERSION:
         raise ValueError(

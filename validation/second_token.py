@@ -33,7 +33,10 @@ Draws = dict[str, collections.Counter[int]]
 def enumerate_second_token(target: LoadedTarget, temperature: float, top_p: float) -> np.ndarray:
     """Returns ``sum_a p(a | prompt) p(x | prompt, a)``, ``[V]``, in float64, by enumeration of the first token."""
     logits = forced_logits(target, [[*PROMPT, first] for first in range(target.vocab_size)])
-    warp = lambda row: warped(row.astype(np.float64), temperature, 0, top_p)
+
+    def warp(row: np.ndarray) -> np.ndarray:
+        return warped(row.astype(np.float64), temperature, 0, top_p)
+
     first = warp(logits[0][len(PROMPT) - 1])
     return sum(p * warp(row[len(PROMPT)]) for p, row in zip(first, logits, strict=True) if p > 0)
 
@@ -54,6 +57,7 @@ def ours(setting: str, count: int = DRAWS) -> Draws:
     draws = {}
     temperature, top_p = SETTINGS[setting]
     sampling = SamplingParams(temperature=temperature, top_p=top_p)
+
     head = load_drafter(DIRECTORY / "eagle3", target=target)
     for name, decoder in {
         "ours, plain": SpeculativeDecoder(target, stop_tokens=()),

@@ -36,10 +36,12 @@ def write_shape(
         "tie_word_embeddings": target.tie_embeddings,
         **tokens,
     }
+
     drafting = HeadCheckpoint(
         method="eagle3", config=head, head={}, draft_to_target=np.arange(head.draft_vocab_size), embedding=None,
         dialect="vllm", source=directory, dtype=dtype, num_target_layers=target.num_layers,
     )  # fmt: skip
+
     paths = directory / "target", directory / "eagle3"
     for path, values in zip(paths, (fields, vllm_fields(drafting)), strict=True):
         path.mkdir(parents=True)

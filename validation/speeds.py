@@ -76,11 +76,13 @@ def measure_and_keep(
         streams=0,
         **amounts,  # type: ignore[arg-type]
     )
+
     dtypes = {contender.name: contender.dtype for contender in contenders}
     absent = [
         not_run(contender.name, dtypes[contender.name], batch, contender.reason)
         for contender in report.not_measured
     ]
+
     title = title if quoted else "No claim, for on a GPU the shipped pair waits for launches: "
     title += (
         f"Speed at batch {batch}, {report.num_prompts} prompts of {CONTEXT} tokens,"
@@ -89,6 +91,7 @@ def measure_and_keep(
     check.table(
         title, COLUMNS, [*(_cells(row, report, price) for row in report.rows), *missing, *absent]
     )
+
     if quoted:
         speeds = {
             f"tokens/s {row.name}, batch {batch}": row.decode_tokens_per_second.median
@@ -99,6 +102,7 @@ def measure_and_keep(
         )
     else:
         check.number(note="the shipped pair's speed on a GPU is no claim")
+
     assert not faults(report), "; ".join(faults(report))
     ours = {contender.name for contender in contenders if isinstance(contender, DecoderContender)}
     for row in report.rows:
@@ -113,6 +117,7 @@ def _cells(row: Row, report: Report, price: float | None) -> list[Any]:
     share = row.bandwidth_share
     acceptance = row.acceptance
     tau = 1.0 if acceptance is None else acceptance.mean_acceptance_length
+
     cost = (
         "" if price is None else cost_per_million_tokens(row.total_tokens_per_second.median, price)
     )
@@ -160,6 +165,7 @@ def faults(report: Report) -> list[str]:
             f"faster than {most / 1e9:.0f} GB/s can feed: {too_fast}; the clock or the tokens are"
             " wrong"
         )
+
     if report.programs_after_warm_up:
         problems.append(
             f"{report.programs_after_warm_up} programs were compiled while times were taken"

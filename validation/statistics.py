@@ -183,6 +183,7 @@ class Excess:
             (ones, (strata, distributions)), shape=(size, count)
         )  # duplicates are summed
         observed = sparse.csr_array((ones, (strata, tokens)), shape=(size, vocabulary)).toarray()
+
         expected = often @ p
         products = often @ np.einsum("cv,cw->cvw", p, p).reshape(count, -1)
         covariance = expected[:, :, None] * np.eye(vocabulary) - products.reshape(
@@ -211,11 +212,13 @@ class Excess:
         if self.impossible:
             return Fluctuation(math.inf, 1, 0.0, self.tokens, self.impossible)
         few = ((self.expected > 0) & (self.expected < least)).any(axis=1)
-        together = lambda values: np.concatenate(
-            [values[~few], values[few].sum(axis=0, keepdims=True)]
-        )
+
+        def together(values: np.ndarray) -> np.ndarray:
+            return np.concatenate([values[~few], values[few].sum(axis=0, keepdims=True)])
+
         difference = together(self.observed - self.expected)
         covariance = together(self.covariance)
+
         spread, axes = np.linalg.eigh(covariance)
         along = np.einsum("sv,svk->sk", difference, axes)
         real = spread > 1e-6 * np.maximum(spread[:, -1:], 1.0)

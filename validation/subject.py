@@ -126,6 +126,7 @@ def choose(setting: Setting) -> Subject:
         raise ValueError(
             f"{present} was given without {missing}, and a head fits one target only; add {missing}"
         )
+
     reason = ""
     sources = (
         (target, drafter) if target or not setting.on_gpu else (DEFAULT_TARGET, DEFAULT_DRAFTER)
@@ -138,6 +139,7 @@ def choose(setting: Setting) -> Subject:
         reason = str(error)
         sources = (None, None)
         directories = bundled("target"), bundled("eagle3")
+
     return Subject(
         name=SHIPPED if sources[0] is None else f"{sources[0]} with {sources[1]}",
         target_directory=directories[0],

@@ -88,6 +88,7 @@ def test_a_server_of_vllm_is_certified(
         else {}
     )
     options = {"max-num-seqs": 16, "max-logprobs": 20, **speculation}
+
     with launched(pytestconfig, subject, setting, tmp_path / "log.txt", options) as url:
         certificate = examine(check, url, subject, setting, "seen" if speculates else "none")
         command = [
@@ -101,6 +102,7 @@ def test_a_server_of_vllm_is_certified(
         ]
         greedy_only = ["--requests", "0", "--long-requests", "0", "--sampling-only"]
         done = subprocess.run([*command, *greedy_only], env=os.environ | {"PYTHONPATH": str(ROOT)})
+
     assert done.returncode == 0, (
         "the command does not certify greedy requests in the server's own environment"
     )
@@ -109,6 +111,7 @@ def test_a_server_of_vllm_is_certified(
         test for test in certificate.tests if test.name == "greedy tokens, scored by force"
     )
     assert greedy.p_value == 1, greedy.detail
+
     if speculates and on_cpu:
         assert certificate.verdict is Verdict.NOT_LOSSLESS, certificate.reason
     else:

@@ -42,13 +42,16 @@ def _run(check: Check, setting: Setting, junit: Path, *files: str, only: str = "
         "no:cacheprovider",
         f"--junitxml={junit}",
     ]
+
     paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
     environment = {"XLA_FLAGS": "", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     if setting.gpu:
         environment["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
+
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
+
     suite = ElementTree.parse(junit).getroot() if junit.exists() else ElementTree.Element("none")
     total = len(suite.findall(".//testcase"))
     failed = [
@@ -57,11 +60,13 @@ def _run(check: Check, setting: Setting, junit: Path, *files: str, only: str = "
         for case in suite.iterfind(f".//testcase[{kind}]")
     ]
     skips = [element.get("message", "") for element in suite.iter("skipped")]
+
     check.number(tests=total, failed=len(failed), skipped=len(skips))
     # tests/conftest.py reports here that it could not check shapes.
     check.number(
         **{element.get("name", ""): element.get("value") for element in suite.iter("property")}
     )
+
     message = f"{', '.join(files)}: {len(failed)} of {total} tests failed: {failed}"
     assert done.returncode == 0, "\n".join(
         [message, *(done.stdout + done.stderr).splitlines()[-8:]]

@@ -86,6 +86,7 @@ def same_bits(state: GenerationState, reference_state: GenerationState) -> list[
         if np.array_equal(state.tokens, reference_state.tokens) and np.array_equal(*known)
         else ["tokens"]
     )
+
     for layer, caches in enumerate(
         zip(state.cache.layers, reference_state.cache.layers, strict=True)
     ):
@@ -133,10 +134,12 @@ def test_speculation_equals_plain_decoding_of_the_same_shape(
     dtype, shape, batch = cell
     target, head = subject.pair(dtype)
     prompts = some_prompts(subject, 8)
+
     drafter = with_shape(head, SHAPES[shape])
     plain = LoadedDrafter(Plain(drafter.drafter.num_nodes))
     ours = Decoding(target, drafter, batch, new_tokens).decode(prompts)
     theirs = Decoding(target, plain, batch, new_tokens).decode(prompts)
+
     accepted = ours.stats.num_accepted_tokens
     places = first_differences(ours.tokens, theirs.tokens)
     parted = [position for position in places if position is not None]
@@ -149,6 +152,7 @@ def test_speculation_equals_plain_decoding_of_the_same_shape(
     assert accepted > len(prompts), (
         "a comparison in which hardly anything was accepted would show little"
     )
+
     assert_partings_are_rounding(target, dtype, prompts, ours.tokens, places)
     if dtype == "float32" or shape == "chain":
         assert not parted, f"{dtype} output differs first at new tokens {parted}"
@@ -168,9 +172,11 @@ def test_refused_drafts_leave_every_bit_as_it_was(
     drafter = with_shape(head, SHAPES[shape])
     padding = LoadedDrafter(Plain(drafter.drafter.num_nodes))
     (plain,) = Decoding(target, padding, batch, new_tokens).decode(prompts).states
+
     params = {"inner": drafter.params, "tokens": plain.tokens}
     wrong = LoadedDrafter(NeverRight(drafter.drafter, target.vocab_size), params)
     refused = Decoding(target, wrong, batch, new_tokens).decode(prompts)
+
     drafted = refused.stats.num_draft_tokens
     check.number(
         drafted=drafted, bytes_compared=sum(leaf.nbytes for leaf in jax.tree.leaves(plain.cache))
@@ -192,6 +198,8 @@ def test_a_round_depends_on_what_was_accepted_and_on_nothing_else(
     decoding = Decoding(target, drafter, 8, new_tokens)
     decoded = decoding.decode(prompts)
     (ours,) = decoded.states
+
+    # How many tokens the head got right in the round after each length.
     right = np.zeros(ours.tokens.shape, np.int32)
     prefill, _ = programs(loop, params, decoding)
     state = prefill(params, batch_of(prompts, new_tokens))
@@ -203,11 +211,13 @@ def test_a_round_depends_on_what_was_accepted_and_on_nothing_else(
         right[np.flatnonzero(running), roots[running]] = np.asarray(latest.verdict.num_accepted)[
             running
         ]
+
     script = {"tokens": ours.tokens, "right": jnp.asarray(right)}
     scripted = LoadedDrafter(
         Script(chain_parents(CHAIN.num_speculative_tokens), target.vocab_size), script
     )
     (theirs,) = Decoding(target, scripted, 8, new_tokens).decode(prompts).states
+
     check.number(accepted=decoded.stats.num_accepted_tokens)
     assert decoded.stats.num_accepted_tokens > 0
     assert same_bits(ours, theirs) == []
@@ -225,6 +235,7 @@ def test_the_text_does_not_depend_on_the_drafter(
     expected = (
         Decoding(target, LoadedDrafter(Plain(num_nodes)), 8, new_tokens).decode(prompts).tokens
     )
+
     tokens = padded(
         [[*prompt, *row] for prompt, row in zip(prompts, expected, strict=True)],
         CONTEXT + new_tokens,
@@ -240,6 +251,7 @@ def test_the_text_does_not_depend_on_the_drafter(
             script, {"tokens": tokens, "right": jnp.zeros(tokens.shape, jnp.int32)}
         ),
     }
+
     for name, loaded in drafters.items():
         decoded = Decoding(target, loaded, 8, new_tokens).decode(prompts)
         accepted = decoded.stats.num_accepted_tokens
@@ -268,6 +280,7 @@ def test_invariant_texts_and_bits_are_those_of_plain_decoding(
         if setting.quick
         else ("float32", "bfloat16")
     )
+
     for dtype in dtypes:
         target, head = subject.pair(dtype)
         invariant = dataclasses.replace(target, model=target.model.invariant(target.weights))

@@ -32,23 +32,28 @@ def test_every_token_is_the_reference_choice_or_a_tie(
     count, limit = _volume(setting, dtype)
     prompts = some_prompts(subject, count)
     outputs = Decoding(target, with_shape(head, CHAIN), 8, limit).decode(prompts).tokens
+
+    # Along the same text: plain decoding, and verification without a draft.
     plain = [scored.best for scored in by_blocks(target, prompts, outputs, block=1)]
     blocks = [
         scored.best
         for scored in by_blocks(target, prompts, outputs, block=CHAIN.num_speculative_tokens + 1)
     ]
+
     ours = Judged("ours", "the reference", dtype, outputs, reference(target, prompts, outputs))
     control = Judged(
         "plain", "the reference", dtype, plain, reference(target, prompts, outputs, plain)
     )
     agreed = ours.agreed
     usual = control.agreed
+
     tokens = len(ours.gaps)
     flips = int(np.sum(np.concatenate(outputs) != np.concatenate(plain)))
     noise = Control(
         flips=int(np.sum(np.concatenate(blocks) != np.concatenate(plain))), tokens=tokens
     )
     disagreements_allowed = Control(usual.disagreements, tokens).allowed(tokens)
+
     largest = (
         {"largest_gap": float(ours.gaps.max())}
         if dtype == "float32"
@@ -67,6 +72,7 @@ def test_every_token_is_the_reference_choice_or_a_tie(
         texts_that_part=sum(position is not None for position in first_differences(outputs, plain)),
         **largest,
     )
+
     assert not ours.wrong, (
         f"{ours.wrong} tokens are too far below the reference's choice for any rounding"
     )

@@ -57,6 +57,7 @@ def test_sampled_tokens_follow_the_targets_distribution_with(check: Check, metho
             for name, value in method_sample.acceptance_length.items()
         },
     )
+
     check.sees = (
         "probabilities that deviate in the direction of a tested score, by"
         f" {100 * smallest_shift(max(judged.judged), MOST_Z):.1f} % rms over all tokens, by"

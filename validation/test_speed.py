@@ -140,6 +140,7 @@ def test_speed(
     if model != "pair":
         _random_model(check, setting, plan, model, batch)
         return
+
     dtype = subject.dtypes[0]
     pair = subject.pair(dtype)
     contenders: list[Contender] = [chain(pair, dtype, length) for length in (0, *plan.chains)]
@@ -150,6 +151,7 @@ def test_speed(
     )
     if not setting.gpu and batch == 1:
         contenders.append(chain(subject.pair("float32"), "float32", 0))
+
     missing: list[list[Any]] = []
     contenders += transformers_or_why_not(subject, batch, setting, missing)
     prompts = some_prompts(subject, max(batch, 4))
@@ -166,6 +168,7 @@ def _random_model(check: Check, setting: Setting, plan: Plan, name: str, batch: 
         if reason is not None:
             check.table("Speed", COLUMNS, [not_run(name, "bfloat16", batch, reason)])
             pytest.skip(f"{name} at batch {batch}: {reason}")
+
     pair = random_pair(name)
     tokens = np.random.default_rng(0).integers(0, shape.vocab_size, (batch, CONTEXT)).tolist()
     contenders: list[Contender] = [
@@ -180,6 +183,7 @@ def _random_model(check: Check, setting: Setting, plan: Plan, name: str, batch: 
     if plan.tree is not None:
         simulated = SimulatedAcceptance.of_conditional_rate(ACCEPTED, plan.tree.max_depth)
         contenders.append(tree(pair, "bfloat16", plan.tree, simulated))
+
     title = f"{name}, random weights, each draft token accepted with probability {ACCEPTED}: "
     amounts = plan.measured(contenders, setting)
     measure_and_keep(check, contenders, tokens, batch=batch, cost_rounds=16, title=title, **amounts)

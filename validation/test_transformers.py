@@ -50,6 +50,7 @@ def check_forward(check: Check, witness: Any, target: LoadedTarget, prompts: lis
     layers = tuple(
         range(config.num_layers)
     )  # the last entry of transformers is after the final norm
+
     logits_apart = []
     features_apart = []
     for prompt in prompts:
@@ -57,6 +58,7 @@ def check_forward(check: Check, witness: Any, target: LoadedTarget, prompts: lis
             theirs = witness(
                 torch.tensor([prompt], device=witness.device), output_hidden_states=True
             )
+
         positions = jnp.arange(len(prompt), dtype=jnp.int32)[None]
         output = target.model(
             target.params,
@@ -72,6 +74,7 @@ def check_forward(check: Check, witness: Any, target: LoadedTarget, prompts: lis
             relative_difference(output.features[:, :, layer], theirs.hidden_states[layer])
             for layer in layers
         ]
+
     largest = {"logits_apart": max(logits_apart), "features_apart": max(features_apart)}
     check.number(positions=sum(map(len, prompts)), layers=len(layers), **largest)
     assert max(largest.values()) < TOLERANCE, largest
@@ -109,6 +112,7 @@ def test_greedy_text_equals_transformers(check: Check, subject: Subject, setting
     agreed = Judged(
         "transformers", "us", "float32", theirs, reference(target, prompts, theirs)
     ).agreed
+
     decoder = SpeculativeDecoder(target, drafter, num_speculative_tokens=5, stop_tokens=())
     ours = decoder.generate(prompts, max_new_tokens=64).tokens
     same = sum(our_text == their_text for our_text, their_text in zip(ours, theirs, strict=True))
@@ -119,6 +123,7 @@ def test_greedy_text_equals_transformers(check: Check, subject: Subject, setting
         ties=agreed.ties,
         largest_gap=agreed.largest_gap,
     )
+
     assert not agreed.disagreements, (
         "transformers wrote a token that is neither our choice nor a tie"
     )

@@ -55,10 +55,12 @@ def test_a_target_of_the_family_agrees_with_vllm(check: Check, tried: Trials, na
     ]
     columns = ["written by", "scored by", "tokens", "ties", "disagreements", "largest gap"]
     check.table(FAMILIES[name].dtype, columns, rows)
+
     ties = sum(row[3] for row in rows)
     check.number(
         tokens=sum(row[2] for row in rows), ties=ties, disagreements=sum(row[4] for row in rows)
     )
+
     assert not any(row[4] for row in rows), (
         f"tokens that are neither the other's choice nor a tie: {rows}"
     )

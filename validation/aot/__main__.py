@@ -49,6 +49,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         default=["chain5"],
         help="plain, plain6 (blocks), chain5 (K), never5, tree60 (nodes)",
     )
+
     add("--batch", nargs="+", type=int, default=[1], metavar="B")
     add("--program", nargs="+", default=["step"], choices=PROGRAMS)
     add("--sampled", action="store_true", help="rows have temperatures")

@@ -191,6 +191,7 @@ class Module:
             return None
         if known := instruction.attribute(r'"known_trip_count":\{"n":"(\d+)"\}'):
             return int(known)
+
         condition = self.computations[instruction.attribute(r"condition=%?([\w.\-]+)")]
         by_op = {step.op: step for step in condition}
         if len(condition) != 4 or by_op.keys() != {
@@ -200,6 +201,7 @@ class Module:
             "parameter",
         }:
             return None
+
         limit = by_op["constant"].attribute(r"^(\d+)\)")
         return int(limit) if limit and "direction=LT" in by_op["compare"].operands else None
 
@@ -222,6 +224,7 @@ class Module:
             raise ValueError(
                 "the program has no loop without a known trip count, so none of rounds"
             )
+
         trips = (
             [step for called in self._called(loop) for step in self.steps(called)] for loop in loops
         )

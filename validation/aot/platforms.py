@@ -66,6 +66,7 @@ class Platform(NamedTuple):
                 wrong.append(f"{wheel} is {installed}")
         if not wrong:
             return ""
+
         pins = " ".join(f"'{wheel}=={required}'" for wheel, required in self.wheels.items())
         directory = str(plugins()).replace(str(Path.home()), "~", 1)
         return (

@@ -85,6 +85,7 @@ class Case:
                 f"there is no draft {self.draft!r}; use plain, plain6 (in blocks of 6), chain5 (K"
                 " tokens), never5 (K tokens that are never right) or tree60 (nodes)"
             )
+
         most = self.config.num_layers
         if self.layers is not None and not 3 <= self.layers <= most:
             raise ValueError(

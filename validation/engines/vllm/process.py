@@ -110,11 +110,13 @@ class Process:
                 "method": "custom_class",
                 "model": "worker.RemoteProposer",
             }
+
         on_gpu = self.versions["device"] != "cpu"
         first_runner = on_gpu and (options.first_runner or propose is not None)
         if first_runner != self._first_runner:  # vLLM reads this once
             self.rest()
             self._first_runner = first_runner
+
         share = options.gpu_memory_utilization
         arguments = {
             "model": options.model,
@@ -130,6 +132,7 @@ class Process:
             # last place.
             "logprobs_mode": "raw_logprobs" if options.log_probabilities else "raw_logits",
         }
+
         try:
             self.call("load", **arguments)
         except VLLMError as error:
@@ -138,6 +141,7 @@ class Process:
                 raise
             self.rest()
             self.call("load", **arguments)
+
         self._loaded = True
         return ProcessEngine(self, options, propose)
 
@@ -176,6 +180,7 @@ class Process:
     def _start(self) -> None:
         environment = self._environment | (FIRST_RUNNER if self._first_runner else {})
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (open as long as the process runs)
+
         try:
             self._process: Any = subprocess.Popen(
                 [str(self._python), str(Path(__file__).with_name("worker.py"))],

@@ -99,6 +99,7 @@ class Servers:
                 f"the vLLM server serves {served}, not {options.model}; validate what it serves:"
                 " --target"
             )
+
         for server in candidates:
             if server.speculates == speculates:
                 drafting = len(server.counters().get("num_accepted_tokens_per_pos", []))
@@ -145,6 +146,7 @@ class ServerEngine:
             }
             for row, prompt in enumerate(prompts)
         ]
+
         before = self.server.counters()
         start = time.perf_counter()
         with concurrent.futures.ThreadPoolExecutor(self.options.max_num_seqs) as pool:
@@ -152,6 +154,7 @@ class ServerEngine:
                 _completion(answer) for answer in pool.map(self.server.complete, requests)
             ]
         seconds = time.perf_counter() - start
+
         return Generated(
             completions=completions,
             seconds=seconds,

