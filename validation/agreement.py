@@ -29,7 +29,7 @@ TREE = DynamicTree(num_nodes=16, max_depth=5, top_k=4)
 
 
 class Agreed(NamedTuple):
-    """How one side's texts look to the other: positions scored, ties and disagreements among them, the largest gap."""
+    """How the texts of one engine look to another."""
 
     tokens: int
     ties: int
@@ -97,7 +97,10 @@ def ours(
     max_new_tokens: int,
     singly: int,
 ) -> dict[str, list[Tokens]]:
-    """All decoders' texts, in batches; the first ``singly`` prompts of the last decoder one by one as well."""
+    """Texts of all decoders, in batches.
+
+    The first ``singly`` prompts of the last decoder are also decoded one by one.
+    """
 
     def written(decoder: SpeculativeDecoder, prompts: Sequence[Tokens], size: int) -> list[Tokens]:
         starts = range(0, len(prompts), size)

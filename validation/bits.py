@@ -1,4 +1,4 @@
-"""Why the bits of a chain and of plain decoding differ on a GPU, decided on the device in two minutes.
+"""Why the bits of a chain and of plain decoding differ on a GPU, in two minutes on it.
 
 `examples/h200.py --only bits` runs it on the shipped pair in bfloat16. Every line compares two
 runs, and says what a difference would mean.

@@ -1,4 +1,4 @@
-"""``pytest validation``: its options, its levels, and the report that it writes after every check."""
+"""``pytest validation``: its options, its levels, and the report after every check."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Writes a report before anything runs, so that a run that is killed early leaves one that says so.
+    """Writes a report before anything runs, so that a run that is killed leaves one.
 
     SIGTERM, which time limits send, ends the run as Ctrl-C does: the report is written and vLLM's
     process ends.
@@ -257,7 +257,7 @@ def check(request: pytest.FixtureRequest) -> Check:
 
 @pytest.fixture(scope="module", autouse=True)
 def _forget_programs(pytestconfig: pytest.Config) -> Iterator[None]:
-    """Drops compiled programs: they hold memory maps, and thousands of them reach Linux's limit (65530).
+    """Drops compiled programs, whose memory maps would reach Linux's limit (65530).
 
     On a GPU, models and vLLM free their memory too, for those of the next module.
     """
@@ -330,7 +330,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the tests of ``--level`` and ``--quick``, and levels that need an option; lists uncollected checks.
+    """Leaves out tests of other levels and of a complete run; lists uncollected checks.
 
     A run with a budget takes the others by their value and leaves out those that passed in the run
     that it continues. One that failed runs again.
@@ -382,7 +382,10 @@ def pytest_deselected(items: Sequence[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Starts no check that is not expected to end in the budget. One that failed in an earlier run begins anew."""
+    """Starts no check that is not expected to end in the budget.
+
+    One that failed in an earlier run begins anew.
+    """
     check = item.stash[_CHECK]
     if check.taken_over:
         item.stash[_TAKEN_OVER] = dataclasses.replace(check)
@@ -400,14 +403,14 @@ def _setup_within_the_budget(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Ends a check at the end of the budget, because its seconds were unknown or it took longer than before."""
+    """Ends a check at the end of the budget: its seconds were unknown, or it took longer."""
     with _cut_off(item.config):
         return (yield)
 
 
 @contextlib.contextmanager
 def _cut_off(config: pytest.Config) -> Iterator[None]:
-    """Skips the rest of a phase of a check when the budget is spent, as soon as Python runs again."""
+    """Skips what is left of a check when the budget is spent, as soon as Python runs again."""
     budget = config.stash.get(_BUDGET, None)
     if budget is None or budget.seconds_left() <= 0:  # then no check is started
         yield
@@ -502,7 +505,7 @@ def _write(config: pytest.Config, unfinished: str, *, page: bool = True) -> Repo
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Writes the report at the end of the run, also of one that was interrupted or stopped by ``-x``."""
+    """Writes the report at the end of the run, also of one that was interrupted or stopped."""
     config = session.config
     if _WRITTEN not in config.stash:
         return

@@ -39,7 +39,7 @@ class Decoded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """A pair compiled for one batch size, with every kernel deterministic unless other options are given."""
+    """A pair compiled for one batch size, with deterministic kernels by default."""
 
     target: LoadedTarget
     drafter: LoadedDrafter

@@ -142,7 +142,7 @@ def _emitted(prompt: list[int], sequence: np.ndarray, decisions: list[Decision])
 
 
 class Reference:
-    """``p`` from transformers: the target in float32, teacher-forced, with transformers' own warpers."""
+    """``p`` from transformers: the target in float32, teacher-forced, and its warpers."""
 
     def __init__(self, directory: Path | None = None) -> None:
         """Needs torch and transformers."""
@@ -155,7 +155,7 @@ class Reference:
         ).eval()
 
     def logits(self, rows: Sequence[Emitted]) -> list[np.ndarray]:
-        """Returns the logits that each token of each row was sampled with, ``[n V]``; rows share one forward."""
+        """Returns the logits of each token of each row, ``[n V]``; rows share one forward."""
         sequences = [[*row.prompt, *row.tokens.tolist()] for row in rows]
         width = max(map(len, sequences))
         padded = [

@@ -1,4 +1,4 @@
-"""Fixtures of the checks: the options of a run, the pair that it validates, and vLLM, which may be missing."""
+"""Fixtures of the checks: options of a run, its pair, and vLLM, which may be missing."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _note(config: pytest.Config, vllm: VLLM) -> None:
 def launched(
     config: pytest.Config, subject: Subject, setting: Setting, log: Path, options: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Starts a server of vLLM as users start it, and yields its address; without vLLM the test skips.
+    """Starts a server of vLLM as users do, and yields its address; without vLLM it skips.
 
     Args:
         config: Names the interpreter, and the share of a GPU's memory.

@@ -48,7 +48,7 @@ FEATURE_SCALES = (14.0, 20.5, 25.5)
 
 
 def write_variation(name: str, head: Path, target: Path, directory: Path) -> None:
-    """Write one of :data:`VARIATIONS` of the shipped head, or of one with its layout and features, in float32."""
+    """Write one of :data:`VARIATIONS` of a head with the shipped head's layout, in float32."""
     around = read_tensors(target)
     stored = {
         key: value if value.dtype in (np.bool_, np.int64) else value.astype(np.float32)

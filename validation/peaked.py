@@ -1,4 +1,4 @@
-"""Random models of transformers, random targets with a likely next token, and small heads trained on their text."""
+"""Random targets with a likely next token, and small heads trained on their text."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ OBJECTIVE = TTTConfig(num_steps=DEPTH, denominator="supervised")
 
 VOCAB = 96  # of recipes that name no other
 BASE = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }  # fmt: skip
 
 
@@ -46,7 +47,7 @@ _IN_FIRST = ("gpt_oss", "llama4_text")
 
 
 def build(recipe: Recipe) -> Any:
-    """The random model of a recipe. Its norms are not 1, and nothing is 0 that could be another number."""
+    """The random model of a recipe. No norm is 1, and nothing is 0 that could be another number."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -96,7 +97,7 @@ def eager(model: Any) -> Any:
 
 
 def write_peaked(recipe: Recipe, directory: Path, *, loudness: float) -> Path:
-    """Write a random model of transformers that mostly follows one random cycle through its vocabulary.
+    """Write a random model that mostly follows one random cycle through its vocabulary.
 
     The layers make it leave the cycle, and the token then depends on the whole context.
     ``loudness`` is the standard deviation of the embedding: the larger, the fewer tokens the layers
@@ -128,7 +129,7 @@ def random_prompts(count: int, vocab_size: int, *, seed: int, length: int = 6) -
 def learned(
     target: LoadedTarget, prompts: list[Tokens], written: list[Tokens], *, steps: int
 ) -> tuple[LoadedDrafter, list[float]]:
-    """Train a head of one layer on the text that a target of four layers wrote after prompts of one length.
+    """Train a head of one layer on the text of a target of four, after prompts of one length.
 
     Returns:
         The head, which drafts chains, and its loss in every step.

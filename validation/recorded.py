@@ -1,7 +1,8 @@
-"""What vLLM 0.32.0 writes on a CPU in float32, recorded: it can be compared where vLLM is not installed.
+"""What vLLM 0.32.0 writes on a CPU in float32, for comparisons where it is not installed.
 
-    python -m validation.recorded "shipped pair"                 # record again, with the prompts of the recording
-    python -m validation.recorded SmolLM2 --prompts mt_bench.jsonl humaneval.jsonl gsm8k.jsonl    # with other prompts
+    # record again, with the prompts of the recording, or with others
+    python -m validation.recorded "shipped pair"
+    python -m validation.recorded SmolLM2 --prompts mt_bench.jsonl humaneval.jsonl gsm8k.jsonl
 
 A recording holds the new tokens of every prompt and method, the drafted and accepted tokens of each
 round, and log-probabilities of a few texts. It is written after each run of vLLM, and the same
@@ -172,7 +173,7 @@ def options_of(method: str, target: Path, head: Path) -> EngineOptions:
 
 
 def run(vllm: VLLM, options: EngineOptions, prompts: Sequence[Tokens]) -> list[dict[str, Any]]:
-    """Lets vLLM complete prompts; a row for each: tokens, and what each round drafted and accepted."""
+    """Lets vLLM complete prompts; a row each: tokens, drafted and accepted counts."""
     generated = vllm.engine(options).generate(prompts, max_new_tokens=NEW_TOKENS)
     rows = []
     for completion in generated.completions:

@@ -74,7 +74,7 @@ def written(decoder: SpeculativeDecoder, prompts: Sequence[Tokens]) -> list[Toke
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """Our texts of one method next to vLLM's, each up to the place where they part, judged by our target."""
+    """Our texts of one method next to vLLM's, up to where they part, judged by our target."""
 
     method: str
     places: list[int | None]  #: Where each text parts; ``None`` where it does not.
@@ -83,8 +83,8 @@ class Texts:
 
     @classmethod
     def of(
-        cls, method: str, target: LoadedTarget, dtype: str, prompts: Sequence[Tokens], ours: Sequence[Tokens],
-        theirs: Sequence[Tokens],
+        cls, method: str, target: LoadedTarget, dtype: str, prompts: Sequence[Tokens],
+        ours: Sequence[Tokens], theirs: Sequence[Tokens],
     ) -> Texts:  # fmt: skip
         """Judge both texts along vLLM's."""
         places = [parting(row, their_row) for row, their_row in zip(ours, theirs, strict=True)]

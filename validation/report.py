@@ -1,4 +1,4 @@
-"""Writes the record of a run, ``report.json``, and its page, ``report.html``. The page needs jinja2."""
+"""Writes the record of a run, ``report.json``, and its page, which needs jinja2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The records of a run of ``pytest validation``: checks, verdicts of levels, and the JSON file that keeps them.
+"""The records of runs of ``pytest validation``: checks, verdicts, and their JSON file.
 
 One run writes one record, of one commit. In a notebook, with ``report = load(DIR)``:
 ``report["L8"].checks``, ``report.table("L8", TITLE).column("K")``.
@@ -267,7 +267,7 @@ class Report:
         return lines + [f"not collected: {line}" for line in [*self.errors, *self.skipped]]
 
     def to_json(self) -> str:
-        """Returns strict JSON, the verdict first: numpy's numbers become plain ones, NaN and infinity ``null``."""
+        """Returns strict JSON, the verdict first; NaN and infinity become ``null``."""
         levels = {
             name: {"verdict": result.verdict, "reason": result.reason}
             for name, result in self.levels.items()
@@ -287,7 +287,7 @@ class Report:
 def _read_check(
     name: str, verdict: str, tables: list[dict], plots: object = None, **fields: Any
 ) -> Check:
-    """Makes a check of a record. Records of earlier versions have plots, which are ignored, and other names."""
+    """Makes a check of a record. Earlier ones have plots, which are ignored, and other names."""
     for old, new in RENAMED.items():
         name = name.replace(old, new)
     return Check(
@@ -331,7 +331,7 @@ def load(path: str | Path) -> Report:
 
 
 def check_name(test: str) -> str:
-    """Returns the name of a check from the name of its test function, with its case if it has one."""
+    """Returns the name of a check, with its case, from the name of its test function."""
     return test.replace("::", ": ").replace("test_", "").replace("_", " ")
 
 
@@ -357,7 +357,7 @@ def checks_in(folder: Path, *, gpu: bool) -> set[tuple[str, str]]:
 
 
 def verdict_lines(report: Report) -> Iterator[tuple[Verdict, str]]:
-    """Yields one line for each level: verdict, title, number of checks, and the reason why it did not pass."""
+    """Yields a line for each level: verdict, title, number of checks, why it did not pass."""
     width = max(len(level.title) for level in LEVELS)
     for name, result in report.levels.items():
         detail = result.reason.partition("\n")[0] or f"checks: {len(result.checks)}"
@@ -368,7 +368,10 @@ def verdict_lines(report: Report) -> Iterator[tuple[Verdict, str]]:
 
 
 def _plain(value: Any) -> Any:
-    """Converts what JSON does not have. An unknown type becomes text, because a report is written after hours."""
+    """Converts what JSON does not have.
+
+    An unknown type becomes text, because a report is written after hours.
+    """
     if hasattr(value, "tolist"):  # arrays and scalars of numpy and jax
         return value.tolist()
     return value.name if isinstance(value, Path) else str(value)  # directories are private

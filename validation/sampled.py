@@ -1,4 +1,4 @@
-"""L6: tokens of a sampling decoder, scored under the target's distribution and judged stratum by stratum."""
+"""L6: sampled tokens, scored under the target's distribution, stratum by stratum."""
 
 from __future__ import annotations
 

@@ -17,8 +17,10 @@ from validation.runs import Check
 from validation.subject import CONTEXT, SHIPPED, Pair, Setting, Subject
 
 COLUMNS = [
-    "method", "precision", "batch", "tokens/s", "quartiles", "over plain", "quartiles", "τ", "TTFT p50 ms",
-    "TTFT p99 ms", "TPOT p50 ms", "TPOT p99 ms", "% of bandwidth", "cost of 1M tokens", "not run because",
+    "method", "precision", "batch", "tokens/s", "quartiles", "over plain", "quartiles", "τ",
+    "TTFT p50 ms",
+    "TTFT p99 ms", "TPOT p50 ms", "TPOT p99 ms", "% of bandwidth", "cost of 1M tokens",
+    "not run because",
 ]  # fmt: skip
 
 
@@ -28,7 +30,7 @@ def is_quoted(subject: Subject, setting: Setting) -> bool:
 
 
 def shared_dtype(dtype: str) -> str:
-    """The nearest precision that transformers and vLLM have too: they have none with bfloat16 products in float32."""
+    """The nearest precision that transformers and vLLM have too; they have no mixed one."""
     return "float32" if dtype == "mixed" else dtype
 
 
@@ -127,8 +129,8 @@ def _cells(row: Row, report: Report, price: float | None) -> list[Any]:
         for value in (latency.p50, latency.p99)
     ]
     return [
-        row.name, row.dtype, report.batch_size, speed.median, f"{speed.low:.4g} to {speed.high:.4g}",
-        ratio.median, f"{ratio.low:.2f} to {ratio.high:.2f}", tau, *latencies,
+        row.name, row.dtype, report.batch_size,
+        speed.median, f"{speed.low:.4g} to {speed.high:.4g}", ratio.median, f"{ratio.low:.2f} to {ratio.high:.2f}", tau, *latencies,
         "" if share is None else 100 * share, cost, "",
     ]  # fmt: skip
 
@@ -156,7 +158,10 @@ def tree(
 
 
 def faults(report: Report) -> list[str]:
-    """Why the figures of a report would not be worth reading; empty where they are. Nothing here asks who is faster."""
+    """Why the figures of a report would not be worth reading; empty where they are.
+
+    Nothing here asks who is faster.
+    """
     problems = []
     too_fast = {row.name: row.bandwidth_share for row in report.too_fast}
     if too_fast:

@@ -49,7 +49,7 @@ class Setting:
 
 @dataclasses.dataclass(eq=False)
 class Subject:
-    """A pair and its prompts. Models are loaded when they are asked for and kept until :meth:`release`."""
+    """A pair and its prompts. Models are loaded at first use and kept until :meth:`release`."""
 
     name: str  #: Name in the report.
     target_directory: Path  #: Directory in the Hugging Face layout or in the native one.
@@ -112,7 +112,7 @@ class Subject:
 
 
 def choose(setting: Setting) -> Subject:
-    """The subject of a run: the named pair, or the default of the hardware, or the shipped pair with the reason.
+    """The subject of a run: the named pair, the hardware's default, or the shipped pair.
 
     Raises:
         ValueError: Only one of target and drafter was named, or one of them is not there.
@@ -153,7 +153,7 @@ def choose(setting: Setting) -> Subject:
 
 
 def some_prompts(subject: Subject, count: int) -> list[list[int]]:
-    """As many prompts as asked for, from all files in turn, each cut to its last :data:`CONTEXT` tokens."""
+    """Prompts from all files in turn, each cut to its last :data:`CONTEXT` tokens."""
     tokens = subject.prompt_tokens
     return [tokens[index * len(tokens) // count % len(tokens)][-CONTEXT:] for index in range(count)]
 

@@ -54,7 +54,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @functools.cache
 def compile_once(case: Case) -> Measured | Exception:
-    """Returns the facts of a case, or why it was not compiled. All checks of a case share one compilation."""
+    """Returns the facts of a case, or why it was not compiled; its checks share them."""
     try:
         return measured(case)[0]
     except (NotHere, ValueError, RuntimeError) as error:
@@ -80,7 +80,7 @@ def recorded(case: Case) -> Measured:
 
 
 def test_the_host_has_no_part_in_it(compiled: Measured, recorded: Measured, check: Check) -> None:
-    """No transfer and no call; a round chooses its next kernel on the device, except as recorded."""
+    """No transfer and no call; a round chooses its kernels on the device, or as recorded."""
     counts = compiled.deep.counts
     check.number(host_operations=counts.host)
     assert counts.host == 0, "transfers to or calls of the host"
@@ -90,7 +90,7 @@ def test_the_host_has_no_part_in_it(compiled: Measured, recorded: Measured, chec
 
 
 def test_the_state_is_updated_in_place(compiled: Measured, check: Check) -> None:
-    """``step`` returns its state in the memory of its argument; in ``generate`` a loop carries it."""
+    """``step`` returns its state in its argument's memory; in ``generate`` a loop has it."""
     if compiled.aliased is None:
         check.number(state="carried by the loop")
         return
@@ -159,8 +159,8 @@ def test_a_family_compiles_for_a_mesh_and_asks_the_host_for_nothing(
     ],
 )
 def test_drafts_leave_the_kernels_of_the_target_as_they_are(
-    gpu: str, target: str, layers: int, batch: int, program: str, draft: str, other_draft: str, options: str,
-    check: Check,
+    gpu: str, target: str, layers: int, batch: int, program: str, draft: str, other_draft: str,
+    options: str, check: Check,
 ) -> None:  # fmt: skip
     """Every key, every value, the logits, and the features if both programs pass them to a head."""
     fixed = {
@@ -191,7 +191,7 @@ def test_drafts_leave_the_kernels_of_the_target_as_they_are(
 def test_an_invariant_target_sums_in_its_own_kernels_only(
     gpu: str, draft: str, batch: int, check: Check
 ) -> None:
-    """No product and no reduction is left to the compiler, which would choose it by the number of rows."""
+    """The compiler, which would choose by the number of rows, has no product or reduction."""
     layers = min(DEPTHS)
     fixed = {"program": "run", "layers": layers, "invariant": True, "prompt": CONTEXT}
     _, text = compile_round(Case(platform=gpu, draft=draft, batch=batch, **fixed))
@@ -238,7 +238,7 @@ def test_products_of_fp8_weights_are_what_the_compiler_makes_of_them(
 
 @functools.cache
 def compile_round(case: Case) -> tuple[Counts, str]:
-    """Compiles a case at one depth. Returns its counts and its text. Checks share what they compile."""
+    """Compiles a case at one depth, once for all checks. Returns its counts and its text."""
     try:
         row, text = measured(case, [None])
     except NotHere as reason:

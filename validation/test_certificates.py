@@ -37,7 +37,7 @@ OURS: dict[str, dict[str, Any]] = {  # the first one is that of --quick
 def examine(
     check: Check, url: str, subject: Subject, setting: Setting, speculation: Any = "seen"
 ) -> Certificate:
-    """Certifies a server and stores the certificate in the report; a quick run asks for an eighth."""
+    """Certifies a server and stores the certificate; a quick run asks for an eighth."""
     plan = Plan(prompts=some_prompts(subject, 12), concurrency=16, speculation=speculation)
     if setting.quick:
         plan = dataclasses.replace(

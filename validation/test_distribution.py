@@ -26,7 +26,7 @@ RunTests = Callable[..., None]
 
 @pytest.fixture
 def run_tests(check: Check, setting: Setting, tmp_path: Path) -> RunTests:
-    """Runs files of tests and records their numbers. A check with a skipped test counts as not run."""
+    """Runs files of tests and records their numbers. A skipped test counts as not run."""
     return functools.partial(_run, check, setting, tmp_path / "junit.xml")
 
 
@@ -122,7 +122,10 @@ def test_millions_of_tokens_follow_their_distribution_with(
     check: Check, run_tests: RunTests, draft: str
 ) -> None:
     run_tests("tests/nightly/test_long_distribution.py")
-    check.sees = "1.8 % rms of the probabilities of each context, 0.95 % if every context has the same deviation"
+    check.sees = (
+        "1.8 % rms of the probabilities of each context, 0.95 % if every context has the same"
+        " deviation"
+    )
 
 
 @pytest.mark.level("L8")

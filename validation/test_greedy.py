@@ -1,4 +1,4 @@
-"""L3: greedy output is the target's own, bit for bit if shapes and sums match, and otherwise up to rounding.
+"""L3: greedy output is the target's own, bit for bit or up to rounding.
 
 What is bitwise, in every precision: a chain and plain decoding in blocks of its size, every key and
 value included; a refused draft leaves no trace; a round depends on nothing but the tokens that were
@@ -67,7 +67,7 @@ def assert_partings_are_rounding(
     target: LoadedTarget, dtype: str, prompts: Sequence[list[int]], ours: Sequence[list[int]],
     places: Sequence[int | None],
 ) -> None:  # fmt: skip
-    """Where an output parts from the other run, its token is within rounding of the reference's choice."""
+    """Where an output parts, its token is within rounding of the reference's choice."""
     for prompt, output, position in zip(prompts, ours, places, strict=True):
         if position is not None:
             (scored,) = reference(target, [prompt], [output])
@@ -130,7 +130,10 @@ def new_tokens(setting: Setting) -> int:
 def test_speculation_equals_plain_decoding_of_the_same_shape(
     check: Check, subject: Subject, cell: tuple[str, str, int], new_tokens: int
 ) -> None:
-    """The same tokens, and for a chain the same bits; a tree in low precision may part at approximately tied logits."""
+    """The same tokens, and for a chain the same bits.
+
+    A tree in low precision may part at approximately tied logits.
+    """
     dtype, shape, batch = cell
     target, head = subject.pair(dtype)
     prompts = some_prompts(subject, 8)
@@ -165,7 +168,7 @@ def test_speculation_equals_plain_decoding_of_the_same_shape(
 def test_refused_drafts_leave_every_bit_as_it_was(
     check: Check, subject: Subject, cell: tuple[str, str, int], new_tokens: int
 ) -> None:
-    """With drafts that are never right, every key and value that the target ever computed is that of plain decoding."""
+    """With drafts that are never right, every key and value is that of plain decoding."""
     dtype, shape, batch = cell
     target, head = subject.pair(dtype)
     prompts = some_prompts(subject, batch)
@@ -189,7 +192,7 @@ def test_refused_drafts_leave_every_bit_as_it_was(
 def test_a_round_depends_on_what_was_accepted_and_on_nothing_else(
     check: Check, subject: Subject, new_tokens: int
 ) -> None:
-    """A script that knows no head, but gets as much right in every round as the head did, leaves the same bits."""
+    """A script that gets as much right in every round as the head leaves the same bits."""
     target, head = subject.pair("bfloat16")
     prompts = some_prompts(subject, 8)
     drafter = with_shape(head, CHAIN)
@@ -270,7 +273,10 @@ def test_the_text_does_not_depend_on_the_drafter(
 def test_invariant_texts_and_bits_are_those_of_plain_decoding(
     check: Check, subject: Subject, setting: Setting, new_tokens: int
 ) -> None:
-    """As users compile: one token at a time, chains, and batches; in float32 on CPUs, where a quick run is short."""
+    """As users compile: one token at a time, chains, and batches.
+
+    On CPUs a quick run is in float32.
+    """
     compared = 0
     prompts = some_prompts(subject, 8)
     dtypes = (

@@ -1,4 +1,4 @@
-"""L4: every token in low precision is the reference's choice or a tie with it, as often as in plain decoding."""
+"""L4: tokens in low precision are the reference's choice or a tie, as in plain decoding."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_every_token_is_the_reference_choice_or_a_tie(
     check: Check, subject: Subject, setting: Setting, margin_dtype: str
 ) -> None:
-    """Tokens of a speculative run, judged one by one along the same text; ties no more often than without a drafter."""
+    """Tokens of a speculative run, judged one by one along the same text.
+
+    Ties are no more frequent than without a drafter.
+    """
     dtype = margin_dtype
     target, head = subject.pair(dtype)
     count, limit = _volume(setting, dtype)

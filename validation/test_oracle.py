@@ -1,4 +1,4 @@
-"""L8 and HF: the rules of vLLM and of transformers, given the drafts, logits and uniforms of ``eagle3 oracle``."""
+"""L8 and HF: the rules of vLLM and of transformers on the cases of ``eagle3 oracle``."""
 
 from __future__ import annotations
 
@@ -126,7 +126,10 @@ ROW = ("tokens", "valid", "q", "p", "accept", "choose")
 
 
 def transformers_decides(row: dict[str, np.ndarray]) -> tuple[int, int]:
-    """Returns the accepted count and the next token of one draft. Distributions are given as their logarithms."""
+    """Returns the accepted count and the next token of one draft.
+
+    Distributions are given as their logarithms.
+    """
     import torch
     from transformers.generation import utils
 

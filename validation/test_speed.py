@@ -97,8 +97,8 @@ def plan_of(setting: Setting) -> Plan:
     shapes = plan.random_shapes[:2]
     new_tokens = min(plan.new_tokens, 24)
     return dataclasses.replace(
-        plan, batches=(1,), chains=(3,), vllm_chains=(3,), tree=None, new_tokens=new_tokens, repeats=2,
-        random_shapes=shapes, random_batches=(1,),
+        plan, batches=(1,), chains=(3,), vllm_chains=(3,), tree=None, new_tokens=new_tokens,
+        repeats=2, random_shapes=shapes, random_batches=(1,),
     )  # fmt: skip
 
 
@@ -160,7 +160,7 @@ def test_speed(
 
 
 def _random_model(check: Check, setting: Setting, plan: Plan, name: str, batch: int) -> None:
-    """A shape whose weights mean nothing, at an acceptance that is given: what a round costs is the real model's."""
+    """A shape with random weights, at simulated acceptance: rounds cost what they would."""
     shape = shape_named(name)
     if not setting.rehearsal:
         needed = bytes_needed(shape, batch=batch, capacity=2 * (CONTEXT + plan.new_tokens))
@@ -210,7 +210,7 @@ def engine(vllm: VLLM, subject: Subject, vllm_chain: int, plan: Plan) -> Engine:
 def test_speed_next_to_vllm(
     check: Check, subject: Subject, setting: Setting, plan: Plan, vllm_chain: int, engine: Engine
 ) -> None:
-    """vLLM holds one engine at a time, so each meets our plain decoding and our chain of its length in turn."""
+    """vLLM holds one engine, so each meets our plain decoding and our chain in turn."""
     dtype = shared_dtype(subject.dtypes[0])
     pair = subject.pair(dtype)
     name = f"vLLM eagle3 K={vllm_chain}" if vllm_chain else "vLLM plain"

@@ -1,4 +1,4 @@
-"""L9: vLLM and this library at the shape of a large model, both with random weights and acceptance by the same dice.
+"""L9: vLLM and this library at the shape of a large model, with acceptance by dice.
 
 The cost of a round does not depend on what it accepts, so no checkpoint is needed. Both engines
 must accept as many tokens as the dice say before their speeds are compared. A rehearsal has a small
@@ -94,7 +94,10 @@ def test_simulated_speed_next_to_vllm(
             batch=batch,
             baseline=theirs.name,
             price=setting.price_per_hour,
-            title=f"{shape}, random weights, each draft token accepted with probability {ACCEPTED}, over vLLM: ",
+            title=(
+                f"{shape}, random weights, each draft token accepted with probability {ACCEPTED}, over"
+                " vLLM: "
+            ),
             max_new_tokens=128 if on_gpu else 32,
             repeats=5 if on_gpu else 2,
             large=2**32 if on_gpu else 2**24,

@@ -1,4 +1,4 @@
-"""L7: a benchmark's accuracy with speculation equals that without. A sanity check: the proof is in the other levels."""
+"""L7: accuracy with speculation equals that without. The proof is in other levels."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ TOLERANCE = (
 
 
 def load_witness(directory: Path) -> Any:
-    """The same checkpoint in float32, in eager PyTorch, on the GPU where JAX has one too and this PyTorch sees it."""
+    """The same checkpoint in float32, in eager PyTorch; on the GPU where both have one."""
     on_gpu = jax.default_backend() != "cpu" and torch.cuda.is_available()
     torch.set_float32_matmul_precision(
         "highest"

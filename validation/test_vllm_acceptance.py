@@ -81,7 +81,7 @@ class Comparison:
         )
 
     def acceptance(self, check: Check) -> None:
-        """Tokens, accepted counts of every round of every request, and all counters must be equal."""
+        """Tokens, accepted counts of every round, and all counters must be equal."""
         compared = parity(
             self.decoder, self.engine, self.prompts, max_new_tokens=NEW_TOKENS, batch_size=BATCH
         )

@@ -1,4 +1,4 @@
-"""L8 for every other drafting method that vLLM's CPU build runs: equal counts in every round, heads that are trained.
+"""L8 for every other drafting method that vLLM's CPU build runs: equal counts.
 
 There are no counts of what it does not run: trees, typical acceptance, DSpark, suffix decoding,
 DeepSeek's MTP, block verification. Their distributions are enumerated and their networks compared

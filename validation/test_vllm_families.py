@@ -1,4 +1,4 @@
-"""L5 and L8 for every family of targets that vLLM's CPU build runs, with heads that are trained for them."""
+"""L5 and L8 for every family of targets that vLLM's CPU build runs, with trained heads."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_draft_for_the_family_is_accepted_as_in_vllm(
 
 
 def _wrong(drafter: LoadedDrafter | NGram) -> LoadedDrafter | NGram:
-    """The same drafter with an error: features of other layers, or the latest occurrence instead of the earliest."""
+    """The same drafter with an error: other layers, or the latest occurrence of an n-gram."""
     if isinstance(drafter, NGram):
         return dataclasses.replace(drafter, earliest=False)
     network: Any = drafter.drafter

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.level("L5")
 
 
 COLUMNS = [
-    "written by", "scored by", "tokens", "its choice", "ties", "disagreements", "largest gap", "text as vLLM's", "A/A",
+    "written by", "scored by", "tokens", "its choice", "ties", "disagreements", "largest gap",
+    "text as vLLM's", "A/A",
 ]  # fmt: skip
 
 
@@ -124,7 +125,7 @@ def test_the_pair_agrees_with_vllm_token_for_token(
 def test_the_pair_agrees_with_vllm_in_bfloat16_but_for_ties(
     check: Check, vllm: VLLM, subject: Subject, setting: Setting
 ) -> None:
-    """As many tokens as the device decodes in a minute: the more there are, the smaller the deviation that shows."""
+    """As many tokens as the device decodes in a minute: more of them show more."""
     count, limit, singly = (
         (8, 32, 0) if setting.quick else (56, 128, 8) if setting.on_gpu else (24, 48, 8)
     )

@@ -39,7 +39,8 @@ recorded_pairs = pytest.mark.parametrize(
 
 
 COLUMNS = [
-    "method", "prompts", "tokens", "texts that part", "ties of ours", "ties of vLLM's", "disagreements", "largest gap",
+    "method", "prompts", "tokens", "texts that part", "ties of ours", "ties of vLLM's",
+    "disagreements", "largest gap",
 ]  # fmt: skip
 
 
@@ -159,7 +160,7 @@ def test_log_probabilities_are_equal(check: Check, name: str) -> None:
 def test_every_round_drafts_and_accepts_what_was_recorded(
     check: Check, setting: Setting, name: str
 ) -> None:
-    """In float32. After a tie of draft tokens or of the target's, rounds of that text are not compared."""
+    """In float32. After a tie, rounds of that text are not compared."""
     rows = rows_of(name, setting)
     table = []
     unexplained = []

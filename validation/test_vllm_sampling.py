@@ -1,4 +1,4 @@
-"""L6, with vLLM: the distribution of a sampled token under speculation, in vLLM and here, against the target's own.
+"""L6, with vLLM: sampled tokens under speculation follow the target, here and there.
 
 The CPU build of vLLM 0.32 samples wrongly under speculation (see ``ProcessEngine.repaired``). The
 test must find that out by itself, says so in the report, and compares with vLLM repaired.

@@ -23,7 +23,8 @@ def test_a_rehearsal_measures_every_cell_once(tmp_path: Path) -> None:
         str(MODELS / "eagle3"),
     ]
     options += ["--prompts", f"short={prompts}", "--output", str(tmp_path)]
-    options += "--batches 2 --chains 2 --tree 4 2 2 --max-new-tokens 5".split()
+    options += ["--batches", "2", "--chains", "2", "--tree", "4", "2", "2"]
+    options += ["--max-new-tokens", "5"]
 
     headline.main(options)
     record = json.loads((tmp_path / "headline.json").read_text())

@@ -1,4 +1,7 @@
-"""L5's rule in bfloat16, on logits that are made here: rounding alone passes, a wrong target or token does not."""
+"""L5's rule in bfloat16, on logits that are made here.
+
+Rounding alone passes, a wrong target or token does not.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,7 @@ def two_engines(
 
 @pytest.mark.parametrize("vllm", [NOISE, 0.0], ids=["noise of both", "vLLM repeats its own errors"])
 def test_sound_engines_with_many_ties_pass(vllm: float) -> None:
-    """In twenty runs, most of which hold a token that the earlier rule, none beyond a tie, would have called wrong."""
+    """In twenty runs, most of which hold a token that is neither the choice nor a tie."""
     runs = [two_engines(seed, vllm=vllm) for seed in range(20)]
     assert [run.unexplained for run in runs] == [[]] * 20
     assert all(run.ours[0].agreed.ties >= 10 for run in runs)
@@ -118,7 +121,7 @@ def test_decoding_noisier_than_vllms_fails_although_it_raises_the_bound() -> Non
 
 
 def test_a_token_tied_with_others_ranks_after_none_of_them() -> None:
-    """vLLM's rank counts equal logits: a second choice tied with two others has rank 4 there, and 2 here."""
+    """vLLM's rank counts equal logits: a second choice tied with two others has rank 4 there."""
     entries = {5: (20.0, 1), 7: (19.875, 4), 9: (19.875, 4), 11: (19.0, 5), 13: (20.0, 2)}
     for token, rank in {5: 1, 7: 2, 9: 2, 11: 5}.items():
         result = score([{key: entries[key] for key in (5, 7, token)}], [token])

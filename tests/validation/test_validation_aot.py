@@ -30,7 +30,7 @@ def program(name: str) -> Counts:
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_a_loop_with_a_known_trip_count_is_unrolled(platform: str) -> None:
-    """``fori_loop(0, 59, lambda i, x: tanh(x @ w) + i, x)``. A TPU has the trip count in the condition."""
+    """``fori_loop(0, 59, lambda i, x: tanh(x @ w) + i, x)``; on a TPU the condition has the 59."""
     module = Module.parse(text(f"loop_of_59.{platform}"))
     entry = module.computations[module.entry]
     (loop,) = (instruction for instruction in entry if instruction.op == "while")
@@ -50,7 +50,7 @@ def test_every_branch_and_the_start_of_an_asynchronous_operation_are_launched() 
 
 
 def test_a_round_is_the_body_of_the_loop_with_an_unknown_trip_count() -> None:
-    """An open loop around a loop of three: a trip of the inner loop has a product, a copy and its counter."""
+    """An open loop around one of three trips, each a product, a copy and its counter."""
     # Inner: the counter, the product, a copy. Outer: a copy, its counter. The condition: a
     # reduction.
     assert count(text("rounds.cuda"), [], rounds=True).launches == 3 * 3 + 2 + 1

@@ -19,7 +19,10 @@ from validation.margin import (
 
 
 def test_the_unit_is_the_step_of_the_grid() -> None:
-    """Every positive finite bfloat16 and its neighbour; negative numbers, and those between, have the same steps."""
+    """Every positive finite bfloat16 and its neighbour.
+
+    Negative numbers, and numbers between those of the grid, have the same steps.
+    """
     grid = np.arange(0x7F80, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float64)
     assert np.array_equal(bfloat16_ulp(grid[:-1]), np.diff(grid))
     assert bfloat16_ulp([np.nextafter(np.float32(2), np.float32(0)), 15.99, -16.0]).tolist() == [

@@ -24,7 +24,7 @@ def counted(rates: tuple[float, ...], rounds: int, seed: int) -> SpeculationStat
 
 
 def test_dice_of_these_rates_pass_and_others_fail() -> None:
-    """The declared deviation is detected nine times in ten, and a correct engine passes each time."""
+    """The declared deviation is detected nine times in ten; a correct engine always passes."""
     distribution = AcceptanceDistribution(RATES)
     rounds = 6000
     assert distribution.mean == pytest.approx(1.533)

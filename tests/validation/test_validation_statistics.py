@@ -142,7 +142,10 @@ ROUNDS = 2500
 
 @functools.cache
 def played(bug: str) -> Played:
-    """Plays rounds of Leviathan's rule on random distributions, with one bug; ``q`` is what the drafter declares."""
+    """Plays rounds of Leviathan's rule on random distributions, with one bug.
+
+    ``q`` is what the drafter declares.
+    """
     rng = np.random.default_rng(7)
 
     def draw(weights: np.ndarray) -> int:
@@ -240,7 +243,7 @@ def test_a_refused_point_mass_that_is_sampled_again_shows_in_the_share_of_drafte
 
 
 def test_the_smallest_deviation_is_that_of_the_noncentral_chi_square() -> None:
-    """Published: at 5 % and one degree, power 0.9 takes a noncentrality of 10.51, with ten degrees 20.53."""
+    """Published: at 5 %, power 0.9 takes a noncentrality of 10.51; with ten degrees 20.53."""
     assert smallest_deviation(10_000, 1, alpha=0.05) == pytest.approx(
         math.sqrt(10.507 / 10_000), rel=1e-3
     )
@@ -283,7 +286,10 @@ def test_excess_by_distribution_is_pearsons_statistic() -> None:
 def test_p_values_of_excess_are_uniform_in_strata_that_mix_distributions_and_follow_the_past() -> (
     None
 ):
-    """The stratum is the token two positions earlier in a chain of order one: known before, and dependent."""
+    """The stratum is the token two positions earlier in a chain of order one.
+
+    So it is known before, and dependent.
+    """
     p = transitions(2, contexts=4)
     p_values = []
     for seed in range(400):

@@ -1,4 +1,4 @@
-"""Only what vLLM computed for the same engine is compared, to the token and the round; exhausted memory is not a verdict."""
+"""Only what vLLM computed for the same engine is compared, to the token and the round."""
 
 from __future__ import annotations
 

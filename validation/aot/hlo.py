@@ -27,7 +27,8 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 # Instructions without cost: they name arrays that exist already.
 _FREE = frozenset(
-    ("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all", "opt-barrier", "add-dependency",
+    ("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all", "opt-barrier",
+    "add-dependency",
      "replica-id", "partition-id", "domain")
 )  # fmt: skip
 # Instructions that only choose the next computation. A fusion is one kernel, whatever it calls.
@@ -35,7 +36,8 @@ _CONTROL = frozenset(("while", "conditional", "call", "async-start"))
 _COPIES = frozenset(("copy", "copy-start", "transpose", "bitcast-convert"))
 # A fusion of nothing else moves or relabels an array.
 _MOVES = frozenset(
-    ("parameter", "constant", "copy", "transpose", "bitcast", "bitcast-convert", "convert", "reshape", "tuple",
+    ("parameter", "constant", "copy", "transpose", "bitcast", "bitcast-convert", "convert",
+    "reshape", "tuple",
      "get-tuple-element")
 )  # fmt: skip
 _UPDATES = frozenset(("scatter", "dynamic-update-slice"))
@@ -116,7 +118,7 @@ class Instruction:
         return int(self.attribute(r"index=(\d+)"))
 
     def attribute(self, pattern: str | re.Pattern[str]) -> str:
-        """Returns the first group of a pattern in the operands and attributes; empty if it is not there."""
+        """Returns the first group of a pattern in operands and attributes, if any."""
         match = re.search(pattern, self.operands)
         return match[1] if match else ""
 
@@ -183,7 +185,7 @@ class Module:
         return called + re.findall(r"[\w.\-]+", instruction.attribute(_BRANCHES))
 
     def trip_count(self, instruction: Instruction) -> int | None:
-        """Returns the trip count of a ``while``; ``None`` if it is unknown, and for other instructions.
+        """Returns the trip count of a ``while``; ``None`` if unknown, and for other instructions.
 
         GPU programs contain it. In TPU programs it is the constant that a counter is compared with.
         """

@@ -1,4 +1,4 @@
-"""The programs of the loop, compiled for an accelerator from shapes alone: no weight is ever made."""
+"""The programs of the loop, compiled for an accelerator from shapes; no weight is made."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Measured:
 
     @property
     def aliased(self) -> float | None:
-        """Share of the state's bytes that are updated in place; ``None`` if no state is an argument."""
+        """Share of the state that is updated in place; ``None`` if no state is an argument."""
         return self.deep.memory["alias"] / self.deep.state if self.deep.state else None
 
     @classmethod
@@ -72,7 +72,9 @@ def _fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def measured(case: Case, depths: Sequence[int | None] = DEPTHS) -> tuple[Measured, str]:
-    """Compiles a case in a process of its own, which finds the compilers. Returns the HLO of the last depth, too.
+    """Compiles a case in a process of its own, which finds the compilers.
+
+    Returns the HLO of the last depth, too.
 
     Args:
         case: The case.
@@ -115,7 +117,10 @@ def load(path: Path = PATH) -> dict[str, Measured]:
 
 
 def save(rows: Iterable[Measured], path: Path, note: dict[str, str]) -> None:
-    """Writes rows, a line each, in place of those of the same cases; ``note`` is the date and the commit."""
+    """Writes rows, a line each, in place of those of the same cases.
+
+    ``note`` is the date and the commit.
+    """
     recorded = load(path) if path.exists() else {}
     recorded |= {row.key: row for row in rows}
     lines = ",\n".join(json.dumps(dataclasses.asdict(recorded[key])) for key in sorted(recorded))
@@ -128,7 +133,7 @@ def budget(recorded: float) -> int:
 
 
 def cases(platform: str, *, every: bool = False) -> list[Case]:
-    """Returns the cases of every commit, which take minutes, or every recorded case of a platform."""
+    """Returns the cases of every commit (minutes), or all recorded cases of a platform."""
     if every:
         return list(
             dict.fromkeys(row.case for row in load().values() if row.case.platform == platform)

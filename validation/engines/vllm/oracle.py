@@ -1,4 +1,4 @@
-"""Runs inside the environment of vLLM: its rejection sampler decides the chains of ``eagle3 oracle``.
+"""Runs inside the environment of vLLM: its sampler decides chains of ``eagle3 oracle``.
 
 ``python oracle.py FOLDER VERDICTS.npz [SHARE]`` writes the arrays ``CASE.num_accepted`` and
 ``CASE.next_token``. vLLM itself applies temperature, top-k, top-p and penalties. The token after a
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def repeat(x: Any, row_ends: Any, count: int, replace_from: int = 0, replace_to: int = 0) -> Any:
-    """Stands for a function that writes into a copy in the CPU build of vLLM 0.32 (``worker.py``)."""
+    """Stands for a function of the CPU build that writes into a copy (``worker.py``)."""
     replaced = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
     return replaced.repeat_interleave(torch.diff(row_ends, prepend=row_ends.new_zeros(1)))
 

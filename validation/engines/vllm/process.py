@@ -33,7 +33,7 @@ FIRST_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 
 def environment_of(threads: int) -> dict[str, str]:
-    """Returns the environment variables for vLLM on a CPU: ours, little memory, given threads, no statistics, no log.
+    """Returns our environment variables, with what vLLM needs on a CPU.
 
     ``PYTHONPATH`` and ``PYTHONHOME`` are left out: they belong to our interpreter, and vLLM has its
     own.
@@ -146,7 +146,7 @@ class Process:
         return ProcessEngine(self, options, propose)
 
     def rest(self) -> None:
-        """End the process until it is called again, so that all of its memory is free; engines are lost."""
+        """End the process until the next call, so that its memory is free; engines are lost."""
         self.close()
         self._resting = True
 
@@ -261,7 +261,7 @@ class ProcessEngine:
 
     @contextlib.contextmanager
     def repaired(self, fault: str) -> Iterator[None]:
-        """A fault of the CPU build is mended in the context: ``sampling`` or ``context_keys``; see ``worker.py``."""
+        """Mends a fault of the CPU build: ``sampling`` or ``context_keys``; see ``worker.py``."""
         self.process.call(f"repair_{fault}")
         try:
             yield

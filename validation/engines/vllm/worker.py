@@ -1,4 +1,4 @@
-"""Runs inside the environment of vLLM, which has none of our packages: JSON lines in, JSON lines out.
+"""Runs inside the environment of vLLM, without our packages: JSON lines in and out.
 
 A request is ``{"call": NAME, "arguments": {...}}``; its answer is ``{"result": ...}`` or
 ``{"error": "one line"}``. While vLLM generates with a drafter of ours it asks for drafts on the
@@ -42,7 +42,7 @@ def _send(message: dict[str, Any]) -> None:
 
 
 class RemoteProposer:
-    """vLLM's ``custom_class`` drafter: it knows token ids only and asks the other end of the channel for drafts."""
+    """vLLM's ``custom_class`` drafter, which asks the other end of the channel for drafts."""
 
     def __init__(self, vllm_config: Any):
         self.num_speculative_tokens = vllm_config.speculative_config.num_speculative_tokens
@@ -73,7 +73,7 @@ class RemoteProposer:
 
 
 def stand_in_for_torchvision() -> None:
-    """Give vLLM what it imports for pictures, where torchvision is missing: models that also see are read for text."""
+    """Give vLLM a torchvision that it can import, where there is none; it only reads text."""
     if importlib.util.find_spec("torchvision") is not None:
         return
     name = ""
@@ -205,7 +205,7 @@ class Worker:
         ]
 
     def record(self, prompt: list[int], max_new_tokens: int) -> list[dict[str, Any]]:
-        """Generate greedily and give, per draft: what the head was fed and its logits at every draft step."""
+        """Generate greedily; return what the head was fed and its logits, for each draft."""
         from vllm import SamplingParams
         from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
