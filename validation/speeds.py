@@ -130,7 +130,8 @@ def _cells(row: Row, report: Report, price: float | None) -> list[Any]:
     ]
     return [
         row.name, row.dtype, report.batch_size,
-        speed.median, f"{speed.low:.4g} to {speed.high:.4g}", ratio.median, f"{ratio.low:.2f} to {ratio.high:.2f}", tau, *latencies,
+        speed.median, f"{speed.low:.4g} to {speed.high:.4g}",
+        ratio.median, f"{ratio.low:.2f} to {ratio.high:.2f}", tau, *latencies,
         "" if share is None else 100 * share, cost, "",
     ]  # fmt: skip
 

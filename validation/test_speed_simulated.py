@@ -95,8 +95,8 @@ def test_simulated_speed_next_to_vllm(
             baseline=theirs.name,
             price=setting.price_per_hour,
             title=(
-                f"{shape}, random weights, each draft token accepted with probability {ACCEPTED}, over"
-                " vLLM: "
+                f"{shape}, random weights, each draft token accepted with probability {ACCEPTED},"
+                " over vLLM: "
             ),
             max_new_tokens=128 if on_gpu else 32,
             repeats=5 if on_gpu else 2,
