@@ -144,9 +144,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "not_quick: other checks of a quick run see nearly the same errors"
     )
 
-    if not hasattr(
-        config.option, "rehearse"
-    ):  # found among other directories, which for pytest 8 is too late
+    # Found among other directories, which for pytest 8 is too late.
+    if not hasattr(config.option, "rehearse"):
         raise pytest.UsageError(
             "validation has options of its own and must be named: pytest validation"
         )
@@ -248,9 +247,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def check(request: pytest.FixtureRequest) -> Check:
     """The record of a test in the report, for the numbers that its verdict depends on."""
     record = request.node.stash[_CHECK]
-    if {"vllm", "vllm_process"} & set(
-        request.fixturenames
-    ):  # without vLLM the test was skipped before
+    # Without vLLM the test was skipped before.
+    if {"vllm", "vllm_process"} & set(request.fixturenames):
         record.numbers["compared with"] = RUN
     return record
 
@@ -352,9 +350,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             reason = f"only with --{BY_NAME[check.level].only_with}"
         elif levels and check.level not in levels:
             reason = "deselected by --level"
+        # The speeds of a quick run are selected by test_speed.py.
         elif config.getoption("--quick") and (
             item.get_closest_marker("not_quick") or (check.kind in seen and check.level != "L9")
-        ):  # the speeds of a quick run are selected by test_speed.py
+        ):
             reason = DESELECTED
         else:
             seen.add(check.kind)
@@ -437,7 +436,7 @@ def _end(config: pytest.Config, reason: str) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
-    """Sets the verdict of a check from the outcome of its test. Exhausted memory is no failure."""
+    """Sets the verdict of a check from its test. Exhausted memory is not a failure."""
     outcome = yield
     check = item.stash[_CHECK]
     check.seconds += outcome.duration
@@ -458,9 +457,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
     elif outcome.skipped:
         check.verdict = Verdict.NOT_RUN
         check.reason = _skip_reason(outcome.longrepr)
-        if (
-            _TAKEN_OVER in item.stash
-        ):  # it failed in an earlier run and did not run again, so it remains a failure
+        # It failed in an earlier run and did not run again, so it remains a failure.
+        if _TAKEN_OVER in item.stash:
             vars(check).update(vars(item.stash[_TAKEN_OVER]))
     elif outcome.when == "call" and check.verdict is Verdict.NOT_RUN:
         check.verdict = Verdict.PASSED

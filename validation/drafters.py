@@ -120,9 +120,8 @@ def _join_mtp(module: Path, config: Config, tensors: Tensors) -> None:
     config.clear()
     config |= json.loads((module / "config.json").read_text()) | {"torch_dtype": "float32"}
     for name, value in list(tensors.items()):
-        if name.endswith(
-            ("q_proj.weight", "k_proj.weight", "v_proj.weight")
-        ):  # that family has biases
+        # That family has biases.
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
             tensors[name.replace("weight", "bias")] = np.zeros(len(value), np.float32)
     tensors |= {name: value.astype(np.float32) for name, value in read_tensors(module).items()}
 

@@ -158,9 +158,8 @@ class Reference:
         """Returns the logits of each token of each row, ``[n V]``; rows share one forward."""
         sequences = [[*row.prompt, *row.tokens.tolist()] for row in rows]
         width = max(map(len, sequences))
-        padded = [
-            sequence + [0] * (width - len(sequence)) for sequence in sequences
-        ]  # attention is causal
+        # Attention is causal.
+        padded = [sequence + [0] * (width - len(sequence)) for sequence in sequences]
         with self._torch.inference_mode():
             logits = self._model(input_ids=self._torch.tensor(padded)).logits
         return [

@@ -35,8 +35,8 @@ _SHORT = peaked.random_prompts(6, VOCAB, seed=2)
 _LEARNED = peaked.random_prompts(64, VOCAB, seed=1)
 _SIZES = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": False,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
 }  # fmt: skip
 _ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 _HALF_ROTARY = _ROTARY | {"partial_rotary_factor": 0.5}

@@ -23,9 +23,8 @@ from validation.engines.vllm.bridge import Scored, Tokens
 
 _ROWS = 16
 _BUCKET = 64
-Opinion = dict[
-    str, Array
-]  # fields of Scored: what stays of the logits of the token after each position
+# Fields of Scored: what stays of the logits of the token after each position.
+Opinion = dict[str, Array]
 
 
 def reference(

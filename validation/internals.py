@@ -116,9 +116,8 @@ def compare_with_recorded(
     differ = 0
     rounds = 0
     for theirs in recorded:
-        if not bool(
-            state.running[0]
-        ):  # the last draft of a request is never verified, and we do not make it
+        # The last draft of a request is never verified, and we do not make it.
+        if not bool(state.running[0]):
             break
         rounds += 1
 

@@ -28,9 +28,8 @@ OBJECTIVE = TTTConfig(num_steps=DEPTH, denominator="supervised")
 VOCAB = 96  # of recipes that name no other
 BASE = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2,
-    "pad_token_id": 0, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }  # fmt: skip
 
 
@@ -72,9 +71,8 @@ def build(recipe: Recipe) -> Any:
 
 def _noise(name: str, value: Any, noise: Any, model_type: str, *, tied: bool) -> Any:
     if "norm" in name:
-        return (
-            value + 0.2 * noise
-        )  # about one, or about zero where that is what the family starts from
+        # About one, or about zero where that is what the family starts from.
+        return value + 0.2 * noise
     if name.endswith("sinks"):
         return 1.5 * noise
     if name.endswith(("A_log", "dt_bias")):

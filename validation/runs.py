@@ -35,10 +35,8 @@ RECORDED = "vLLM, recorded"
 RUN = "vLLM, run"
 DESELECTED = "deselected by --quick"
 NO_VLLM = f"{RUN}: not installed"
-NOT_IN_QUICK = (
-    DESELECTED,
-    NO_VLLM,
-)  # how the reasons of checks begin that a level passes a quick run without
+# How the reasons of checks begin that a level passes a quick run without.
+NOT_IN_QUICK = (DESELECTED, NO_VLLM)
 _LEVEL_MARK = re.compile(r"level\(['\"](\w+)['\"]\)")
 
 
@@ -302,8 +300,8 @@ def load(path: str | Path) -> Report:
         path: Its directory, or its ``report.json``.
 
     Raises:
-        ValueError: There is no such file, or it is no report of this schema version; the message is
-            one line.
+        ValueError: There is no such file, or it is not a report of this schema version; the message
+            is one line.
     """
     path = Path(path)
     file = path / "report.json" if path.is_dir() else path

@@ -42,8 +42,8 @@ def write_shape(
 
     drafting = HeadCheckpoint(
         method="eagle3", config=head, head={}, draft_to_target=np.arange(head.draft_vocab_size),
-        embedding=None,
-        dialect="vllm", source=directory, dtype=dtype, num_target_layers=target.num_layers,
+        embedding=None, dialect="vllm", source=directory, dtype=dtype,
+        num_target_layers=target.num_layers,
     )  # fmt: skip
 
     paths = directory / "target", directory / "eagle3"

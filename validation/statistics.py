@@ -184,9 +184,8 @@ class Excess:
         """
         count, vocabulary = p.shape
         ones = np.ones(len(tokens))
-        often = sparse.csr_array(
-            (ones, (strata, distributions)), shape=(size, count)
-        )  # duplicates are summed
+        # Duplicates are summed.
+        often = sparse.csr_array((ones, (strata, distributions)), shape=(size, count))
         observed = sparse.csr_array((ones, (strata, tokens)), shape=(size, vocabulary)).toarray()
 
         expected = often @ p

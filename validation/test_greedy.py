@@ -261,9 +261,8 @@ def test_the_text_does_not_depend_on_the_drafter(
         drafted = decoded.stats.num_draft_tokens
         check.number(**{f"accepted of drafted, {name}": f"{accepted} of {drafted}"})
         assert decoded.tokens == expected, name
-        if (
-            name == "all right"
-        ):  # except the last round of each row, which drafts past the end of the script
+        # Except the last round of each row, which drafts past the end of the script.
+        if name == "all right":
             assert accepted >= drafted - len(prompts) * num_nodes > 0
         if name == "all wrong":
             assert drafted > 0 == accepted

@@ -34,9 +34,8 @@ TOLERANCE = (
 def load_witness(directory: Path) -> Any:
     """The same checkpoint in float32, in eager PyTorch; on the GPU where both have one."""
     on_gpu = jax.default_backend() != "cpu" and torch.cuda.is_available()
-    torch.set_float32_matmul_precision(
-        "highest"
-    )  # its default, which something imported may have changed
+    # Its default, which something imported may have changed.
+    torch.set_float32_matmul_precision("highest")
     witness = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32
     ).eval()
@@ -47,9 +46,8 @@ def check_forward(check: Check, witness: Any, target: LoadedTarget, prompts: lis
     """Logits of every position, and the stream entering every layer."""
     config = target.model.config  # type: ignore[attr-defined]
     assert isinstance(config, DecoderConfig)
-    layers = tuple(
-        range(config.num_layers)
-    )  # the last entry of transformers is after the final norm
+    # The last entry of transformers is after the final norm.
+    layers = tuple(range(config.num_layers))
 
     logits_apart = []
     features_apart = []

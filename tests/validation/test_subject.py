@@ -54,12 +54,9 @@ def test_only_questions_that_one_side_missed_count_for_a_difference() -> None:
 
 
 def test_a_rehearsal_runs_the_flow_of_a_gpu(tmp_path: Path) -> None:
-    command = [
-        sys.executable, "-m", "pytest", "validation/test_task_sanity.py",
-        "validation/test_speed.py", "--gpu",
-        "--rehearse", "-k", "accuracy_does_not or Qwen3-tiny-batch-1]", "--report-dir",
-        str(tmp_path),
-    ]  # fmt: skip
+    files = ["validation/test_task_sanity.py", "validation/test_speed.py"]
+    options = ["--gpu", "--rehearse", "-k", "accuracy_does_not or Qwen3-tiny-batch-1]"]
+    command = [sys.executable, "-m", "pytest", *files, *options, "--report-dir", str(tmp_path)]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )

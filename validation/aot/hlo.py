@@ -28,8 +28,7 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 # Instructions without cost: they name arrays that exist already.
 _FREE = frozenset(
     ("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all", "opt-barrier",
-    "add-dependency",
-     "replica-id", "partition-id", "domain")
+     "add-dependency", "replica-id", "partition-id", "domain")
 )  # fmt: skip
 # Instructions that only choose the next computation. A fusion is one kernel, whatever it calls.
 _CONTROL = frozenset(("while", "conditional", "call", "async-start"))
@@ -37,8 +36,7 @@ _COPIES = frozenset(("copy", "copy-start", "transpose", "bitcast-convert"))
 # A fusion of nothing else moves or relabels an array.
 _MOVES = frozenset(
     ("parameter", "constant", "copy", "transpose", "bitcast", "bitcast-convert", "convert",
-    "reshape", "tuple",
-     "get-tuple-element")
+     "reshape", "tuple", "get-tuple-element")
 )  # fmt: skip
 _UPDATES = frozenset(("scatter", "dynamic-update-slice"))
 _TRANSFERS = frozenset(("infeed", "outfeed", "send", "recv"))

@@ -112,7 +112,7 @@ def load(path: Path = PATH) -> dict[str, Measured]:
     try:
         rows = [Measured.from_json(row) for row in json.loads(path.read_text("utf-8"))["rows"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path.name} is no record of compiled programs: {error}") from None
+        raise ValueError(f"{path.name} is not a record of compiled programs: {error}") from None
     return {row.key: row for row in rows}
 
 
