@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from validation.agreement import ENGINES, BothDirections, Judged
-from validation.engines.vllm.bridge import EngineOptions, Scored, score
-from validation.engines.vllm.server import Server, ServerEngine
+from validation.engines.vllm.bridge import Scored, score
 from validation.margin import Agreement, bfloat16_ulp
 
 VOCAB = 32
@@ -127,16 +126,3 @@ def test_a_token_tied_with_others_ranks_after_none_of_them() -> None:
         result = score([{key: entries[key] for key in (5, 7, token)}], [token])
         assert (result.best, result.rank, result.gap) == ([5], [rank], [20.0 - entries[token][0]])
     assert score([{5: entries[5], 13: entries[13]}], [13]).rank == [1]
-
-    class Tied(Server):
-        def __init__(self) -> None: ...
-
-        def complete(self, request: dict) -> dict:
-            listed = {str(key): entries[key] for key in (5, 7, request["prompt"][-1])}
-            result = {
-                key: {"logprob": value, "rank": rank} for key, (value, rank) in listed.items()
-            }
-            return {"choices": [{"prompt_logprobs": [None, result]}]}
-
-    (result,) = ServerEngine(Tied(), EngineOptions(model="m")).score([[1]], [[9]])
-    assert (result.rank, result.gap, result.best) == ([2], [0.125], [5])

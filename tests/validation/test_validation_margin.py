@@ -32,12 +32,6 @@ def test_the_unit_is_the_step_of_the_grid() -> None:
     ]
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_has_no_unit(value: float) -> None:
-    with pytest.raises(ValueError, match="not finite"):
-        bfloat16_ulp([1.0, value])
-
-
 def test_the_tolerance_follows_the_highest_logit_and_the_type() -> None:
     assert tie_tolerance([10.0, 20.0, 40.0], "bfloat16").tolist() == [0.125, 0.25, 0.5]
     assert wrong_tolerance([10.0, 20.0], "bfloat16").tolist() == [0.5, 1.0]
@@ -57,12 +51,6 @@ def test_the_tolerance_follows_the_highest_logit_and_the_type() -> None:
 )
 def test_a_token_is_classified(gap: float, rank: int, verdict: Agreement) -> None:
     assert classify([gap], [rank], tie_tolerance([20.0], "bfloat16")).tolist() == [verdict]
-
-
-@pytest.mark.parametrize("gap", [-0.1, math.nan])
-def test_a_gap_that_is_none_is_refused(gap: float) -> None:
-    with pytest.raises(ValueError, match="never below 0"):
-        classify([gap], [1], [0.25])
 
 
 @pytest.mark.parametrize("flips", [0, 10])
