@@ -1,1 +1,1 @@
-"""Claims of the library checked against the outside world: vLLM, transformers, statistics, hardware. See README.md."""
+"""Claims of the library, checked against vLLM, transformers and statistics. See README.md."""

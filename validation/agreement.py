@@ -29,7 +29,7 @@ TREE = DynamicTree(num_nodes=16, max_depth=5, top_k=4)
 
 
 class Agreed(NamedTuple):
-    """How one side's texts look to the other: positions scored, ties and disagreements among them, the largest gap."""
+    """How the texts of one engine look to another."""
 
     tokens: int
     ties: int
@@ -97,7 +97,10 @@ def ours(
     max_new_tokens: int,
     singly: int,
 ) -> dict[str, list[Tokens]]:
-    """All decoders' texts, in batches; the first ``singly`` prompts of the last decoder one by one as well."""
+    """Texts of all decoders, in batches.
+
+    The first ``singly`` prompts of the last decoder are also decoded one by one.
+    """
 
     def written(decoder: SpeculativeDecoder, prompts: Sequence[Tokens], size: int) -> list[Tokens]:
         starts = range(0, len(prompts), size)
@@ -145,6 +148,7 @@ class BothDirections:
         for judged in self.all:
             agreed = judged.agreed
             num_different = len(judged.outputs) - judged.texts_shared(self.plain)
+
             if agreed.disagreements:
                 yield (
                     f"{judged.by}: {agreed.disagreements} tokens are neither {judged.scored_by}'s"
@@ -161,6 +165,7 @@ class BothDirections:
                 yield (
                     f"{judged.by}: {judged.wrong} tokens are too far below {judge} for any rounding"
                 )
+
         for verdict in (Agreement.TIE, Agreement.DISAGREE):
             noise = self.noise(verdict)
             for judged in self.all:
@@ -216,11 +221,13 @@ def both_directions(
         max_model_len=min(target.max_positions, MOST_POSITIONS),
         max_num_seqs=BATCH,
     )
+
     speculating = {}
     for config in speculative:
         engine = vllm.engine(dataclasses.replace(options, speculative=config))
         generated = engine.generate(prompts, max_new_tokens=max_new_tokens)
         speculating[f"vLLM, {config['method']}"] = generated.outputs
+
     engine = vllm.engine(options)
     theirs = {
         "vLLM, plain": engine.generate(prompts, max_new_tokens=max_new_tokens).outputs

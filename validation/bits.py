@@ -1,4 +1,4 @@
-"""Why the bits of a chain and of plain decoding differ on a GPU, decided on the device in two minutes.
+"""Why the bits of a chain and of plain decoding differ on a GPU, in two minutes on it.
 
 `examples/h200.py --only bits` runs it on the shipped pair in bfloat16. Every line compares two
 runs, and says what a difference would mean.
@@ -204,11 +204,11 @@ class Programs:
 
 def compare(first: list[GenerationState], second: list[GenerationState]) -> dict[str, Any]:
     """Compares texts, and the keys and values of what the texts have in common."""
-    rows_of = lambda states: [row for state in states for row in _rows(state)]
     parted = []
     differing = []
     values = 0
-    for row, (a, b) in enumerate(zip(rows_of(first), rows_of(second), strict=True)):
+
+    for row, (a, b) in enumerate(zip(_rows(first), _rows(second), strict=True)):
         common = _common(a.tokens, b.tokens)
         if common < max(len(a.tokens), len(b.tokens)):
             parted.append(common)
@@ -224,9 +224,10 @@ def compare(first: list[GenerationState], second: list[GenerationState]) -> dict
                     "slots": int((~equal).sum()),
                 }
                 differing.append(difference)
+
     first_slots = sorted(differing, key=lambda entry: (entry["slot"], entry["array"]))
     return {
-        "texts": sum(len(rows_of([state])) for state in first), "texts that part": len(parted), "at tokens": parted,
+        "texts": len(_rows(first)), "texts that part": len(parted), "at tokens": parted,
         "values": values, "arrays that differ": len(differing), "the first": first_slots[:3],
     }  # fmt: skip
 
@@ -239,6 +240,7 @@ def in_words(result: Mapping[str, Any]) -> str:
         return f"{len(result['by other kernels'])} of {result['values']} values by other kernels"
     if not result["texts that part"] and not result["arrays that differ"]:
         return f"equal in {result['texts']} texts and {result['values']:,} values"
+
     first = ", ".join(
         f"array {entry['array']} from slot {entry['slot']}" for entry in result["the first"]
     )
@@ -255,15 +257,16 @@ class Row(NamedTuple):
     cache: list[np.ndarray]  #: ``[C S H]`` of every layer: keys, then values.
 
 
-def _rows(state: GenerationState) -> list[Row]:
-    bits = lambda array: np.asarray(array).view(np.uint16)
-    caches = [(bits(layer.keys), bits(layer.values)) for layer in state.cache.layers]
-    arrays = [array for keys_and_values in caches for array in keys_and_values]
-    lengths = np.asarray(state.length)
-    tokens = np.asarray(state.tokens)
-    return [
-        Row(tokens[row, :end], [array[row] for array in arrays]) for row, end in enumerate(lengths)
-    ]
+def _rows(states: list[GenerationState]) -> list[Row]:
+    """Returns the rows of all batches."""
+    rows = []
+    for state in states:
+        both = [array for layer in state.cache.layers for array in (layer.keys, layer.values)]
+        arrays = [np.asarray(array).view(np.uint16) for array in both]
+        tokens = np.asarray(state.tokens)
+        for row, end in enumerate(np.asarray(state.length)):
+            rows.append(Row(tokens[row, :end], [array[row] for array in arrays]))
+    return rows
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:

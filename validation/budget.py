@@ -1,4 +1,4 @@
-"""A run with a budget of minutes: which checks come first, which still fit, and which an earlier run has done."""
+"""A run with a budget of minutes: which checks come first, fit, or were done before."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ class Earlier(NamedTuple):
 
 
 def earlier_run(directory: Path, report: Report) -> Earlier:
-    """Reads the earlier run of a directory. A run of other code, options or devices is not continued.
+    """Reads the earlier run of a directory.
+
+    A run of other code, options or devices is not continued.
 
     Args:
         directory: Where ``report.json`` is written.
@@ -75,9 +77,11 @@ def earlier_run(directory: Path, report: Report) -> Earlier:
         earlier = load(directory)
     except ValueError as error:
         return Earlier([], {}, f"the earlier run is not continued: {error}")
+
     measured = {check.key: check.seconds or check.expected for check in earlier.checks}
     same_kind = _kind(earlier) == _kind(report)
     seconds = {key: value for key, value in measured.items() if value} if same_kind else {}
+
     different = [
         name
         for name, part in CONDITIONS.items()
@@ -90,6 +94,7 @@ def earlier_run(directory: Path, report: Report) -> Earlier:
             seconds,
             f"the earlier run is not continued: it has another {', another '.join(different)}",
         )
+
     checks = [
         dataclasses.replace(check, taken_over=check.taken_over or earlier.started)
         for check in earlier.checks
@@ -126,10 +131,14 @@ class Budget(NamedTuple):
         return self.end - time.perf_counter()
 
     def why_not(self, check: Check) -> str:
-        """Returns why a check is not started; empty if it is. One whose seconds are unknown starts if any are left."""
+        """Returns why a check is not started; empty if it is.
+
+        One whose seconds are unknown starts if any are left.
+        """
         seconds = self.seconds_left()
         if seconds <= 0:
             return self.spent
         if check.expected > seconds:
-            return f"{self.spent}: it took {check.expected:.0f} s before, and {seconds:.0f} s were left"
+            before = f"it took {check.expected:.0f} s before"
+            return f"{self.spent}: {before}, and {seconds:.0f} s were left"
         return ""

@@ -1,4 +1,4 @@
-"""``pytest validation``: its options, its levels, and the report that it writes after every check."""
+"""``pytest validation``: its options, its levels, and the report after every check."""
 
 from __future__ import annotations
 
@@ -143,12 +143,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "not_quick: other checks of a quick run see nearly the same errors"
     )
-    if not hasattr(
-        config.option, "rehearse"
-    ):  # found among other directories, which for pytest 8 is too late
+
+    # Found among other directories, which for pytest 8 is too late.
+    if not hasattr(config.option, "rehearse"):
         raise pytest.UsageError(
             "validation has options of its own and must be named: pytest validation"
         )
+
     option = config.getoption
     report = Report(
         started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -162,10 +163,12 @@ def pytest_configure(config: pytest.Config) -> None:
         ),
         aot=option("--aot"),
     )
+
     config.stash[REPORT] = report
     config.stash[_EARLIER] = Earlier([], {})
     config.stash[RELEASES] = []
     config.stash[_STARTED] = time.perf_counter()
+
     try:
         _refuse_misuse(config)
         if option("--gpu"):
@@ -179,6 +182,7 @@ def pytest_configure(config: pytest.Config) -> None:
         report.environment |= environment(
             target=option("--target"), drafter=option("--drafter"), prompt_files=option("--prompts")
         )
+
         if minutes := option("--minutes") or (
             MINUTES if option("--gpu") and option("--quick") else 0
         ):
@@ -200,6 +204,7 @@ def _refuse_misuse(config: pytest.Config) -> None:
         )
     if option("--rehearse") and not option("--gpu"):
         raise ValueError("--rehearse is for a run with --gpu; give both")
+
     for name in option("--aot"):
         try:
             Platform.named(name)
@@ -226,7 +231,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Writes a report before anything runs, so that a run that is killed early leaves one that says so.
+    """Writes a report before anything runs, so that a run that is killed leaves one.
 
     SIGTERM, which time limits send, ends the run as Ctrl-C does: the report is written and vLLM's
     process ends.
@@ -242,16 +247,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def check(request: pytest.FixtureRequest) -> Check:
     """The record of a test in the report, for the numbers that its verdict depends on."""
     record = request.node.stash[_CHECK]
-    if {"vllm", "vllm_process"} & set(
-        request.fixturenames
-    ):  # without vLLM the test was skipped before
+    # Without vLLM the test was skipped before.
+    if {"vllm", "vllm_process"} & set(request.fixturenames):
         record.numbers["compared with"] = RUN
     return record
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _forget_programs(pytestconfig: pytest.Config) -> Iterator[None]:
-    """Drops compiled programs: they hold memory maps, and thousands of them reach Linux's limit (65530).
+    """Drops compiled programs, whose memory maps would reach Linux's limit (65530).
 
     On a GPU, models and vLLM free their memory too, for those of the next module.
     """
@@ -311,6 +315,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     if len(marker.args) != 1 or marker.args[0] not in BY_NAME:
         names = ", ".join(map(repr, marker.args)) or "nothing"
         raise pytest.UsageError(f"{item.nodeid}: level({names}) is none of {', '.join(BY_NAME)}")
+
     check = Check(marker.args[0], check_name(item.nodeid.partition("::")[2]))
     report = item.config.stash[REPORT]
     earlier = item.config.stash[_EARLIER]
@@ -323,7 +328,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the tests of ``--level`` and ``--quick``, and levels that need an option; lists uncollected checks.
+    """Leaves out tests of other levels and of a complete run; lists uncollected checks.
 
     A run with a budget takes the others by their value and leaves out those that passed in the run
     that it continues. One that failed runs again.
@@ -335,6 +340,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for folder in {item.path.parent for item in items_of_levels}:
         for level, name in sorted(checks_in(folder, gpu=report.gpu) - present):
             report.missing.setdefault(level, []).append(name)
+
     seen: set[tuple[str, str]] = set()
     deselected = []
     for item in items_of_levels:
@@ -344,16 +350,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             reason = f"only with --{BY_NAME[check.level].only_with}"
         elif levels and check.level not in levels:
             reason = "deselected by --level"
+        # The speeds of a quick run are selected by test_speed.py.
         elif config.getoption("--quick") and (
             item.get_closest_marker("not_quick") or (check.kind in seen and check.level != "L9")
-        ):  # the speeds of a quick run are selected by test_speed.py
+        ):
             reason = DESELECTED
         else:
             seen.add(check.kind)
+
         if reason or check.verdict is Verdict.PASSED:
             deselected.append(item)
         if check.verdict is Verdict.NOT_RUN:
             check.reason = reason
+
     if deselected:
         config.hook.pytest_deselected(items=deselected)
         items[:] = [item for item in items if item not in set(deselected)]
@@ -372,7 +381,10 @@ def pytest_deselected(items: Sequence[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Starts no check that is not expected to end in the budget. One that failed in an earlier run begins anew."""
+    """Starts no check that is not expected to end in the budget.
+
+    One that failed in an earlier run begins anew.
+    """
     check = item.stash[_CHECK]
     if check.taken_over:
         item.stash[_TAKEN_OVER] = dataclasses.replace(check)
@@ -390,18 +402,19 @@ def _setup_within_the_budget(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Ends a check at the end of the budget, because its seconds were unknown or it took longer than before."""
+    """Ends a check at the end of the budget: its seconds were unknown, or it took longer."""
     with _cut_off(item.config):
         return (yield)
 
 
 @contextlib.contextmanager
 def _cut_off(config: pytest.Config) -> Iterator[None]:
-    """Skips the rest of a phase of a check when the budget is spent, as soon as Python runs again."""
+    """Skips what is left of a check when the budget is spent, as soon as Python runs again."""
     budget = config.stash.get(_BUDGET, None)
     if budget is None or budget.seconds_left() <= 0:  # then no check is started
         yield
         return
+
     previous = signal.signal(
         signal.SIGALRM, lambda *_: _end(config, f"{budget.spent} while it ran")
     )
@@ -423,7 +436,7 @@ def _end(config: pytest.Config, reason: str) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
-    """Sets the verdict of a check from the outcome of its test. Exhausted memory is no failure."""
+    """Sets the verdict of a check from its test. Exhausted memory is not a failure."""
     outcome = yield
     check = item.stash[_CHECK]
     check.seconds += outcome.duration
@@ -431,6 +444,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
         outcome.outcome = "skipped"
         outcome.longrepr = (str(item.path), item.location[1] or 0, f"Skipped: {reason}")
         _free(item.config)
+
     if outcome.failed:
         message = (
             outcome.longrepr
@@ -443,9 +457,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
     elif outcome.skipped:
         check.verdict = Verdict.NOT_RUN
         check.reason = _skip_reason(outcome.longrepr)
-        if (
-            _TAKEN_OVER in item.stash
-        ):  # it failed in an earlier run and did not run again, so it remains a failure
+        # It failed in an earlier run and did not run again, so it remains a failure.
+        if _TAKEN_OVER in item.stash:
             vars(check).update(vars(item.stash[_TAKEN_OVER]))
     elif outcome.when == "call" and check.verdict is Verdict.NOT_RUN:
         check.verdict = Verdict.PASSED
@@ -477,6 +490,7 @@ def _write(config: pytest.Config, unfinished: str, *, page: bool = True) -> Repo
         )
         for check in report.checks
     ]
+
     seconds = time.perf_counter() - config.stash[_STARTED]
     report = dataclasses.replace(report, checks=checks, seconds=seconds, unfinished=unfinished)
     try:
@@ -489,13 +503,14 @@ def _write(config: pytest.Config, unfinished: str, *, page: bool = True) -> Repo
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Writes the report at the end of the run, also of one that was interrupted or stopped by ``-x``."""
+    """Writes the report at the end of the run, also of one that was interrupted or stopped."""
     config = session.config
     if _WRITTEN not in config.stash:
         return
     if exitstatus == pytest.ExitCode.USAGE_ERROR:  # nothing was collected
         del config.stash[_WRITTEN]
         return
+
     report = config.stash[REPORT]
     stopped = any(check.verdict is Verdict.NOT_RUN and not check.reason for check in report.checks)
     interrupted = exitstatus == pytest.ExitCode.INTERRUPTED and not report.errors
@@ -506,9 +521,11 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         if stopped
         else report.unfinished
     )
+
     config.stash[REPORT] = report = _write(config, reason)
     if exitstatus not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
         return
+
     # What was taken over counts as what ran.
     incomplete = config.getoption("--complete") and report.incomplete(config.getoption("--level"))
     if incomplete or any(check.verdict is Verdict.FAILED for check in report.checks):
@@ -524,6 +541,7 @@ def pytest_terminal_summary(
         return
     report = config.stash[REPORT]
     file = config.stash[_WRITTEN]
+
     terminalreporter.section("validation")
     for verdict, line in verdict_lines(report):
         terminalreporter.write_line(line, **{COLORS[verdict]: True})

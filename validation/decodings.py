@@ -39,7 +39,7 @@ class Decoded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """A pair compiled for one batch size, with every kernel deterministic unless other options are given."""
+    """A pair compiled for one batch size, with deterministic kernels by default."""
 
     target: LoadedTarget
     drafter: LoadedDrafter
@@ -57,6 +57,7 @@ class Decoding:
             prompts[start : start + self.batch] for start in range(0, len(prompts), self.batch)
         ]
         states = [run(params, prefill(params, batch_of(batch, self.limit))) for batch in batches]
+
         rows = [
             row
             for state in states

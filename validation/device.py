@@ -31,7 +31,7 @@ ROUNDED_AS_WRITTEN: dict[str, Any] = {"xla_allow_excess_precision": False}
 
 
 def share_of_jax() -> float:
-    """The share of the device that JAX may take, from either of its two variables, or JAX's default."""
+    """The share of the device that JAX may take, by either of its variables or its default."""
     names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
     return float(next((os.environ[name] for name in names if name in os.environ), 0.75))
 
@@ -60,7 +60,10 @@ def environment_of_vllm() -> dict[str, str]:
 
 
 def products(level: str) -> contextlib.AbstractContextManager:
-    """The precision of products in a check: all bits of float32, except for speeds, which users have without."""
+    """The precision of products in a check: all bits of float32.
+
+    Speeds are measured as users have them.
+    """
     return contextlib.nullcontext() if level == "L9" else jax.default_matmul_precision("highest")
 
 
@@ -73,7 +76,7 @@ def release_memory() -> None:
 
 
 def reason_of_exhaustion(error: BaseException) -> str | None:
-    """Why a check did not run for lack of memory, with what to do about it; ``None`` for any other error."""
+    """Why a check did not run for lack of memory, and what to do; ``None`` for other errors."""
     if not is_out_of_memory(error):
         return None
     message = " ".join(str(error).split())

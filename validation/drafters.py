@@ -1,6 +1,7 @@
 """Every drafting method that vLLM's CPU build runs: its options there, its files, and our drafter.
 
-    python -m validation.drafters           # record vLLM's runs again, in tests/golden/vllm_drafters/runs.json
+    # record vLLM's runs again, in tests/golden/vllm_drafters/runs.json
+    python -m validation.drafters
     python -m validation.drafters medusa    # record one of them
 
 ``tests/golden/vllm_drafters`` holds a tiny trained head for each method. The heads know the greedy
@@ -66,7 +67,7 @@ class Method:
     repaired: bool = False
 
     def drafter(self, target: LoadedTarget, directory: Path, *, wrong: bool = False) -> Drafter:
-        """Our drafter, with the error if asked for; ``directory`` is for files that have to be made."""
+        """Our drafter, with the error or without; ``directory`` is for new files."""
         if self.head is None:
             assert self.ours is not None
             return self.ours(target, wrong)
@@ -84,12 +85,14 @@ class Method:
         if self.layout is not None:
             convert(head, directory / "written", self.layout, read_target(TARGET).config)
             head = directory / "written"
+
         if self.speculative["method"] == "mtp":  # the module is part of the target's files
             target = rewritten(TARGET, directory / "target", functools.partial(_join_mtp, head))
         elif self.speculative["method"] != "ngram":
             if self.head is None:
                 head = rewritten(TARGET, directory / "head", _keep_first_layers)
             speculative["model"] = str(head)
+
         return EngineOptions(
             model=str(target), speculative=speculative, max_num_seqs=len(PROMPTS), first_runner=True
         )
@@ -110,19 +113,21 @@ def rewritten(source: Path, directory: Path, change: Change) -> Path:
 
 
 def _join_mtp(module: Path, config: Config, tensors: Tensors) -> None:
-    """Makes a target one of MiMo's family, with an MTP module; vLLM knows no other way to give it one."""
+    """Makes a target one of MiMo's family, with an MTP module.
+
+    vLLM has no other way to give it one.
+    """
     config.clear()
     config |= json.loads((module / "config.json").read_text()) | {"torch_dtype": "float32"}
     for name, value in list(tensors.items()):
-        if name.endswith(
-            ("q_proj.weight", "k_proj.weight", "v_proj.weight")
-        ):  # that family has biases
+        # That family has biases.
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
             tensors[name.replace("weight", "bias")] = np.zeros(len(value), np.float32)
     tensors |= {name: value.astype(np.float32) for name, value in read_tensors(module).items()}
 
 
 def _keep_first_layers(config: Config, tensors: Tensors) -> None:
-    """Makes a draft model without additional weights: the target's first layers, its norm and its output matrix."""
+    """Makes a draft model of the target's first layers, its norm and its output matrix."""
     config["num_hidden_layers"] = LAYERS_KEPT
     for name in list(tensors):
         if name.startswith("model.layers.") and int(name.split(".")[2]) >= LAYERS_KEPT:
@@ -151,17 +156,18 @@ def _configure(config: Config, tensors: Tensors, *, part: str = "", **fields: An
 _PARALLEL = {"method": "eagle3", "parallel_drafting": True}
 _P_EAGLE = Method(
     speculative=_PARALLEL, num_speculative_tokens=4, error="one feature of another layer",
-    change=functools.partial(_configure, eagle_aux_hidden_state_layer_ids=[2, 4, 6]), head="p_eagle", layout="vllm",
+    change=functools.partial(_configure, eagle_aux_hidden_state_layer_ids=[2, 4, 6]),
+    head="p_eagle", layout="vllm",
 )  # fmt: skip
 _DFLASH = Method(
     speculative={"method": "dflash"}, num_speculative_tokens=4, error="features one layer behind",
-    change=functools.partial(_configure, part="dflash_config", target_layer_ids=list(AUX)), head="dflash",
-    layout="vllm", repaired=True,
+    change=functools.partial(_configure, part="dflash_config", target_layer_ids=list(AUX)),
+    head="dflash", layout="vllm", repaired=True,
 )  # fmt: skip
 _MTP = Method(
     speculative={"method": "mtp"}, num_speculative_tokens=1, error="the token before the state",
-    change=functools.partial(_swap_halves, "model.mtp_layers.0.input_proj.weight"), head="mtp", layout="mimo",
-    least=1.3,
+    change=functools.partial(_swap_halves, "model.mtp_layers.0.input_proj.weight"), head="mtp",
+    layout="mimo", least=1.3,
 )  # fmt: skip
 _TOKEN_NORM, _STATE_NORM = (
     f"model.mtp_layers.0.{name}_layernorm.weight" for name in ("token", "hidden")
@@ -169,12 +175,13 @@ _TOKEN_NORM, _STATE_NORM = (
 
 METHODS = {
     "n-gram": Method(
-        speculative={"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}, num_speculative_tokens=4,
-        error="the latest occurrence instead of the earliest",
+        speculative={"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1},
+        num_speculative_tokens=4, error="the latest occurrence instead of the earliest",
         ours=lambda target, wrong: NGram(max_ngram=3, min_ngram=1, earliest=not wrong), least=1.3,
     ),
     "draft_model": Method(
-        speculative={"method": "draft_model"}, num_speculative_tokens=4, error="another rotary base",
+        speculative={"method": "draft_model"}, num_speculative_tokens=4,
+        error="another rotary base",
         change=functools.partial(_configure, rope_theta=100.0), head="draft_model",
     ),
     # Half of a model that was not trained to stop there: of first tokens one in five is accepted,
@@ -184,11 +191,14 @@ METHODS = {
         ours=lambda target, wrong: layer_skip(target, LAYERS_KEPT - wrong), least=1.15,
     ),
     "medusa": Method(
-        speculative={"method": "medusa"}, num_speculative_tokens=3, error="two heads in each other's place",
-        change=functools.partial(_swap, "lm_heads.0.weight", "lm_heads.1.weight"), head="medusa", layout="vllm",
+        speculative={"method": "medusa"}, num_speculative_tokens=3,
+        error="two heads in each other's place",
+        change=functools.partial(_swap, "lm_heads.0.weight", "lm_heads.1.weight"), head="medusa",
+        layout="vllm",
     ),
     "eagle": Method(
-        speculative={"method": "eagle"}, num_speculative_tokens=4, error="the state before the token",
+        speculative={"method": "eagle"}, num_speculative_tokens=4,
+        error="the state before the token",
         change=functools.partial(_swap_halves, "fc.weight"), head="eagle", layout="vllm",
     ),
     "p_eagle": _P_EAGLE,
@@ -210,7 +220,10 @@ METHODS = {
 
 
 def run(vllm: Process, method: Method, directory: Path) -> tuple[Generated, Generated | None]:
-    """The prompts through vLLM; and, of a method that the CPU build gets wrong, through vLLM as it is shipped."""
+    """The prompts through vLLM.
+
+    Of a method that the CPU build gets wrong, also through vLLM as it is shipped.
+    """
     engine = vllm.engine(method.options(directory))
     if not method.repaired or vllm.versions["device"] != "cpu":
         return engine.generate(PROMPTS, max_new_tokens=NEW_TOKENS), None
@@ -247,6 +260,7 @@ def main(names: list[str]) -> None:
     record |= {"versions": vllm.versions, "max_new_tokens": NEW_TOKENS, "prompts": PROMPTS}
     plain = vllm.engine(EngineOptions(model=str(TARGET), max_num_seqs=len(PROMPTS)))
     record["outputs"] = plain.generate(PROMPTS, max_new_tokens=NEW_TOKENS).outputs
+
     runs = record.setdefault("methods", {})
     for name in names or METHODS:
         with tempfile.TemporaryDirectory() as directory:
@@ -258,6 +272,7 @@ def main(names: list[str]) -> None:
             "drafted": [completion.drafted for completion in generated.completions],
         }
         print(f"{name}: mean acceptance length {mean_acceptance_length(generated):.2f}", flush=True)
+
     vllm.close()
     RUNS.write_text(json.dumps(record) + "\n")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -52,6 +52,15 @@ class Emitted:
     q: Float[np.ndarray, "n V"] | None
 
 
+class Decision(NamedTuple):
+    """How one token was emitted."""
+
+    index: int  #: See :attr:`Emitted.index`.
+    is_bonus: bool
+    proposals: Int[np.ndarray, " k"]
+    q: Float[np.ndarray, " V"] | None
+
+
 def play(
     decoder: SpeculativeDecoder,
     prompts: Sequence[list[int]],
@@ -70,19 +79,23 @@ def play(
         top_k=np.array([row.top_k for row in rows], np.int32),
         top_p=np.array([row.top_p for row in rows], np.float32),
     )
+
     state = decoder.prefill(prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
     longer = _one_longer(decoder)
-    decisions: list[list[tuple]] = [[(FIRST, False, [], None)] for _ in prompts]
+    first = Decision(FIRST, is_bonus=False, proposals=np.zeros(0, np.int32), q=None)
+    decisions = [[first] for _ in prompts]
     while bool(np.any(state.running)):
         before = np.asarray(state.length)
         extended = None if longer is None else longer(decoder.params, state)
         played = decoder.step(state)
         state = played.state
+
         draft = jax.device_get(played.draft if extended is None else extended)
         drafted = np.asarray(played.draft.tokens)
         assert np.array_equal(draft.tokens[:, : drafted.shape[1]], drafted), (
             "the longer chain is another one"
         )
+
         count = np.asarray(state.length) - before
         path = np.asarray(played.verdict.path)
         for row in range(len(prompts)):
@@ -91,7 +104,9 @@ def play(
                 children = np.flatnonzero((draft.parents[row] == node) & draft.valid[row])
                 below = children[children < drafted.shape[1]]
                 q = None if draft.probs is None else draft.probs[row, children[0]].copy()
-                decisions[row].append((index, below.size == 0, draft.tokens[row, children], q))
+                decision = Decision(index, below.size == 0, draft.tokens[row, children], q)
+                decisions[row].append(decision)
+
     tokens = np.asarray(state.tokens)
     return [_emitted(prompt, tokens[row], decisions[row]) for row, prompt in enumerate(prompts)]
 
@@ -108,7 +123,7 @@ def _one_longer(decoder: SpeculativeDecoder) -> Callable[[Any, GenerationState],
     return jax.jit(lambda params, state: loop._propose(params, state)[0])
 
 
-def _emitted(prompt: list[int], sequence: np.ndarray, decisions: list[tuple]) -> Emitted:
+def _emitted(prompt: list[int], sequence: np.ndarray, decisions: list[Decision]) -> Emitted:
     index, bonus, proposals, distributions = zip(*decisions, strict=True)
     width = max(1, *map(len, proposals))
     padded = [[*tokens, *[-1] * (width - len(tokens))] for tokens in proposals]
@@ -121,12 +136,13 @@ def _emitted(prompt: list[int], sequence: np.ndarray, decisions: list[tuple]) ->
                 for distribution in distributions
             ]
         )
+
     tokens = sequence[len(prompt) : len(prompt) + len(decisions)]
     return Emitted(prompt, tokens, np.array(index), np.array(bonus), np.array(padded, np.int32), q)
 
 
 class Reference:
-    """``p`` from transformers: the target in float32, teacher-forced, with transformers' own warpers."""
+    """``p`` from transformers: the target in float32, teacher-forced, and its warpers."""
 
     def __init__(self, directory: Path | None = None) -> None:
         """Needs torch and transformers."""
@@ -139,12 +155,11 @@ class Reference:
         ).eval()
 
     def logits(self, rows: Sequence[Emitted]) -> list[np.ndarray]:
-        """Returns the logits that each token of each row was sampled with, ``[n V]``; rows share one forward."""
+        """Returns the logits of each token of each row, ``[n V]``; rows share one forward."""
         sequences = [[*row.prompt, *row.tokens.tolist()] for row in rows]
         width = max(map(len, sequences))
-        padded = [
-            sequence + [0] * (width - len(sequence)) for sequence in sequences
-        ]  # attention is causal
+        # Attention is causal.
+        padded = [sequence + [0] * (width - len(sequence)) for sequence in sequences]
         with self._torch.inference_mode():
             logits = self._model(input_ids=self._torch.tensor(padded)).logits
         return [

@@ -1,4 +1,4 @@
-"""A small target of every family, of sizes that the kernels of vLLM for CPUs have, and a head for it."""
+"""A small target of every family, of sizes that vLLM has for CPUs, and a head for it."""
 
 from __future__ import annotations
 
@@ -34,28 +34,29 @@ TRAINING_STEPS = 120
 _SHORT = peaked.random_prompts(6, VOCAB, seed=2)
 _LEARNED = peaked.random_prompts(64, VOCAB, seed=1)
 _SIZES = {
-    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": False,
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
 }  # fmt: skip
 _ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 _HALF_ROTARY = _ROTARY | {"partial_rotary_factor": 0.5}
 _YARN = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64,
-    "beta_fast": 32.0, "beta_slow": 1.0,
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0,
+    "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0,
 }  # fmt: skip
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 _ROUTED = {
-    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 1,
-    "norm_topk_prob": True, "routed_scaling_factor": 1.8,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+    "n_shared_experts": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.8,
 }  # fmt: skip
 # One latent of 512 and one rotated key of 64: no other sizes are compiled.
 _LATENT = {
-    "q_lora_rank": 48, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32,
-    "num_key_value_heads": 4,
+    "q_lora_rank": 48, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64,
+    "v_head_dim": 32, "num_key_value_heads": 4,
 }  # fmt: skip
 _DELTA = {
-    "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4,
+    "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4,
     "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
 }  # fmt: skip
 _IMAGES = _HALF_ROTARY | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
@@ -93,17 +94,19 @@ def _recipe(model_type: str, **fields: Any) -> Recipe:
 
 FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(
-        recipe=_recipe("qwen3_moe", **_EXPERTS, head_dim=32, norm_topk_prob=True, mlp_only_layers=[1])
+        recipe=_recipe("qwen3_moe", **_EXPERTS, head_dim=32, norm_topk_prob=True,
+        mlp_only_layers=[1])
     ),
     "gpt_oss": Family(
         recipe=_recipe(
-            "gpt_oss", head_dim=32, num_local_experts=8, num_experts_per_tok=3, intermediate_size=32,
-            sliding_window=16, rope_parameters=_YARN | {"truncate": False},
+            "gpt_oss", head_dim=32, num_local_experts=8, num_experts_per_tok=3,
+            intermediate_size=32, sliding_window=16, rope_parameters=_YARN | {"truncate": False},
         )
     ),
     "glm4_moe": Family(
         recipe=_recipe(
-            "glm4_moe", **_ROUTED, head_dim=32, attention_bias=True, use_qk_norm=True, n_group=1, topk_group=1,
+            "glm4_moe", **_ROUTED, head_dim=32, attention_bias=True, use_qk_norm=True, n_group=1,
+            topk_group=1,
             first_k_dense_replace=1, num_nextn_predict_layers=0, rope_parameters=_HALF_ROTARY,
         ),
         with_heads=False,
@@ -111,8 +114,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "llama4_text": Family(
         recipe=_recipe(
-            "llama4_text", head_dim=32, intermediate_size=32, intermediate_size_mlp=96, num_local_experts=4,
-            num_experts_per_tok=1, interleave_moe_layer_step=1, use_qk_norm=True, no_rope_layers=[1, 1, 0, 1],
+            "llama4_text", head_dim=32, intermediate_size=32, intermediate_size_mlp=96,
+            num_local_experts=4,
+            num_experts_per_tok=1, interleave_moe_layer_step=1, use_qk_norm=True,
+            no_rope_layers=[1, 1, 0, 1],
             attention_chunk_size=128, attn_temperature_tuning=True, floor_scale=16, attn_scale=0.5,
             rope_parameters=_ROTARY,
         ),
@@ -125,7 +130,8 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(
         recipe=_recipe(
             "deepseek_v3", **_LATENT, **_ROUTED, n_group=4, topk_group=2, first_k_dense_replace=1,
-            num_nextn_predict_layers=0, rope_parameters=_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+            num_nextn_predict_layers=0, rope_parameters=_YARN | {"mscale": 1.0,
+            "mscale_all_dim": 1.0},
         ),
         published=_SIGMOID,
         # Its caches for latents and for a head have no block size in common on CPUs.
@@ -134,8 +140,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_next": Family(
         recipe=_recipe(
-            "qwen3_next", **_DELTA, **_EXPERTS, shared_expert_intermediate_size=32, norm_topk_prob=True,
-            mlp_only_layers=[1], rope_parameters=_HALF_ROTARY,
+            "qwen3_next", **_DELTA, **_EXPERTS, shared_expert_intermediate_size=32,
+            norm_topk_prob=True, mlp_only_layers=[1], rope_parameters=_HALF_ROTARY,
         ),
         dtype="bfloat16",
     ),
@@ -165,7 +171,7 @@ class Trial(NamedTuple):
 
 
 def write_target(family: Family, directory: Path) -> Path:
-    """Write a peaked model of a family with transformers, and add the fields that published files have."""
+    """Write a peaked model of a family, with the fields that published files have."""
     peaked.write_peaked(family.recipe, directory, loudness=family.loudness)
     for name, added in (
         ("config.json", family.published),
@@ -195,10 +201,14 @@ def write_head(drafter: LoadedDrafter, directory: Path) -> Path:
 
 
 def trial(vllm: Process, family: Family, directory: Path) -> Trial:
-    """Write a target, train its head, and let both engines generate and score; ``directory`` must be empty."""
+    """Write a target, train its head, and let both engines generate and score.
+
+    ``directory`` must be empty.
+    """
     path = write_target(family, directory / "target")
     prompts = family.prompts
     target = load_target(path, dtype=family.dtype)
+
     drafter: LoadedDrafter | NGram = NGram(max_ngram=3, min_ngram=1, earliest=True)
     drafted = {
         "method": "ngram",
@@ -216,6 +226,7 @@ def trial(vllm: Process, family: Family, directory: Path) -> Trial:
         files = write_head(head, directory / "head")
         drafter = load_drafter(files, target=target)
         drafted = eagle3(files, peaked.DEPTH)
+
     options = EngineOptions(model=str(path), dtype=family.dtype, max_num_seqs=len(prompts))
     decoders = {
         "ours, plain": SpeculativeDecoder(target, stop_tokens=()),
@@ -227,6 +238,7 @@ def trial(vllm: Process, family: Family, directory: Path) -> Trial:
         name: decoder.generate(prompts, max_new_tokens=NEW_TOKENS).tokens
         for name, decoder in decoders.items()
     }
+
     # A new process: engines loaded after one with n-grams were seen to write other texts, plain
     # ones too.
     vllm.rest()
@@ -236,6 +248,7 @@ def trial(vllm: Process, family: Family, directory: Path) -> Trial:
         Judged(name, "vLLM", family.dtype, texts, engine.score(prompts, texts))
         for name, texts in our_texts.items()
     ]
+
     drafting = vllm.engine(dataclasses.replace(options, speculative=drafted))
     theirs = drafting.generate(prompts, max_new_tokens=NEW_TOKENS)
     others = {"vLLM, plain": plain_text.outputs, "vLLM, drafting": theirs.outputs}
@@ -243,4 +256,5 @@ def trial(vllm: Process, family: Family, directory: Path) -> Trial:
         Judged(name, "us", family.dtype, texts, reference(target, prompts, texts))
         for name, texts in others.items()
     ]
+
     return Trial(prompts, target, drafter, judged, theirs)

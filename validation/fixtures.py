@@ -1,4 +1,4 @@
-"""Fixtures of the checks: the options of a run, the pair that it validates, and vLLM, which may be missing."""
+"""Fixtures of the checks: options of a run, its pair, and vLLM, which may be missing."""
 
 from __future__ import annotations
 
@@ -84,6 +84,7 @@ def vllm_process(pytestconfig: pytest.Config) -> Iterator[Process]:
             "this needs the inside of vLLM, which a server does not show (name an interpreter:"
             " --vllm-python)"
         )
+
     environment = environment_of_vllm() if option("--gpu") else {}
     python = vllm_interpreter(pytestconfig)
     with _one_line(VLLMError):
@@ -134,7 +135,7 @@ def _note(config: pytest.Config, vllm: VLLM) -> None:
 def launched(
     config: pytest.Config, subject: Subject, setting: Setting, log: Path, options: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Starts a server of vLLM as users start it, and yields its address; without vLLM the test skips.
+    """Starts a server of vLLM as users do, and yields its address; without vLLM it skips.
 
     Args:
         config: Names the interpreter, and the share of a GPU's memory.
@@ -147,6 +148,7 @@ def launched(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+
     words = {
         "model": subject.target_directory,
         "dtype": "float32",
@@ -158,6 +160,7 @@ def launched(
     if setting.on_gpu:
         words["gpu-memory-utilization"] = config.getoption("--vllm-memory")
         environment |= environment_of_vllm()
+
     command = [
         str(python),
         "-m",
@@ -168,6 +171,7 @@ def launched(
     ]
     command += ["--no-enable-prefix-caching"]
     command += [text for name, value in words.items() for text in (f"--{name}", str(value))]
+
     with log.open("w") as output:
         process = subprocess.Popen(
             command,

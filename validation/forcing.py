@@ -23,9 +23,8 @@ from validation.engines.vllm.bridge import Scored, Tokens
 
 _ROWS = 16
 _BUCKET = 64
-Opinion = dict[
-    str, Array
-]  # fields of Scored: what stays of the logits of the token after each position
+# Fields of Scored: what stays of the logits of the token after each position.
+Opinion = dict[str, Array]
 
 
 def reference(
@@ -47,7 +46,7 @@ def reference(
 
 
 def forced_logits(target: LoadedTarget, sequences: Sequence[Tokens]) -> list[np.ndarray]:
-    """Logits after every token of each sequence, ``[T V]`` in float32; for vocabularies that are small."""
+    """Logits after every token of each sequence, ``[T V]`` in float32; small vocabularies."""
     width = -(-max(map(len, sequences)) // _BUCKET) * _BUCKET
     logits_of_rows = []
     for start in range(0, len(sequences), _ROWS):
@@ -58,7 +57,10 @@ def forced_logits(target: LoadedTarget, sequences: Sequence[Tokens]) -> list[np.
 
 
 def log_probabilities(target: LoadedTarget, texts: Sequence[Tokens]) -> list[np.ndarray]:
-    """Log-probabilities along texts, from their second tokens on, ``[2 T-1]``: of each token, and of the likeliest."""
+    """Log-probabilities along texts, from their second tokens on, ``[2 T-1]``.
+
+    Of each token, and of the likeliest one at its place.
+    """
     width = -(-max(map(len, texts)) // _BUCKET) * _BUCKET
     pairs = np.asarray(_log_probs(target.model, target.params, padded(texts, width)))
     return [pair[:, : len(text) - 1] for pair, text in zip(pairs, texts, strict=True)]
@@ -67,7 +69,7 @@ def log_probabilities(target: LoadedTarget, texts: Sequence[Tokens]) -> list[np.
 def by_blocks(
     target: LoadedTarget, prompts: Sequence[Tokens], outputs: Sequence[Tokens], *, block: int
 ) -> list[Scored]:
-    """Judge outputs ``block`` tokens at a time over a cache, as decoding does, in the target's precision.
+    """Judge outputs ``block`` tokens at a time over a cache, in the target's precision.
 
     ``block=1`` is plain decoding and ``block=K+1`` verification of a chain, both along tokens that
     are given.
@@ -95,6 +97,7 @@ def _judge(
     judged_ids = [[*prompt[1:], *tokens] for prompt, tokens in zip(prompts, judged, strict=True)]
     width = -(-max(map(len, fed)) // _BUCKET) * _BUCKET  # one for all, so that there is one program
     width = -(-width // multiple) * multiple
+
     scored = []
     for start in range(0, len(fed), _ROWS):
         rows = slice(start, start + _ROWS)
@@ -145,7 +148,7 @@ def _log_probs(model: TargetModel, params: Any, fed: Int[Array, "B T"]) -> Float
 
 @functools.cache
 def _compiled(function: Any, *static: str) -> Any:
-    """Jitted with the compiler's options of the decoding that is judged, which depend on the device."""
+    """Jitted with the compiler's options of the decoding that is judged."""
     return jax.jit(
         function, static_argnums=0, static_argnames=static, compiler_options=exact_options()
     )

@@ -48,7 +48,7 @@ FEATURE_SCALES = (14.0, 20.5, 25.5)
 
 
 def write_variation(name: str, head: Path, target: Path, directory: Path) -> None:
-    """Write one of :data:`VARIATIONS` of the shipped head, or of one with its layout and features, in float32."""
+    """Write one of :data:`VARIATIONS` of a head with the shipped head's layout, in float32."""
     around = read_tensors(target)
     stored = {
         key: value if value.dtype in (np.bool_, np.int64) else value.astype(np.float32)
@@ -66,6 +66,7 @@ def write_variation(name: str, head: Path, target: Path, directory: Path) -> Non
         unembedding=around["lm_head.weight"].astype(np.float32),
         random=np.random.default_rng(0),
     )
+
     VARIATIONS[name](changed)
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(changed.config, indent=2))
@@ -96,6 +97,7 @@ def _features_of(head: Head, *, layers: tuple[int, ...]) -> None:
             strict=True,
         )
     )
+
     spread = 0.5 * head.tensors["fc.weight"].std()
     shape = chunks[TRAINED_LAYERS[0]].shape
     new = {
@@ -104,6 +106,7 @@ def _features_of(head: Head, *, layers: tuple[int, ...]) -> None:
         if layer not in chunks
     }
     head.tensors["fc.weight"] = np.concatenate([(chunks | new)[layer] for layer in layers], axis=1)
+
     # Three places, because readers look in different ones.
     head.config |= {
         "eagle_aux_hidden_state_layer_ids": list(layers),
@@ -155,6 +158,7 @@ def _speculators_format(head: Head) -> None:
         for key, value in head.config.items()
         if key not in ("draft_vocab_size", "architectures")
     }
+
     head.config = {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",

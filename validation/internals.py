@@ -111,15 +111,16 @@ def compare_with_recorded(
     params = decoder.drafter.params
     draft_to_target = np.asarray(params["draft_to_target"])
     state = decoder.prefill([prompt] * batch_size, max_new_tokens=max_new_tokens)
+
     worst_features = worst_logits = 0.0
     differ = 0
     rounds = 0
     for theirs in recorded:
-        if not bool(
-            state.running[0]
-        ):  # the last draft of a request is never verified, and we do not make it
+        # The last draft of a request is never verified, and we do not make it.
+        if not bool(state.running[0]):
             break
         rounds += 1
+
         seen = state.drafter.seen
         count = int(seen.length[0])
         fed = np.asarray(seen.features[0, :count]).reshape(count, -1)
@@ -128,12 +129,14 @@ def compare_with_recorded(
         )
         # The rows after these belong to refused drafts.
         worst_features = max(worst_features, _relative(fed, np.array(theirs["features"])[:count]))
+
         draft, logits = drafted(drafter, params, state.drafter.inner, state.keys, state.sampling)
         for ours, their_logits in zip(logits, theirs["logits"], strict=True):
             expected = np.array([their_logits[index] for index in draft_to_target])
             worst_logits = max(worst_logits, _relative(np.asarray(ours), expected))
         differ += np.asarray(draft.tokens[0, 1:]).tolist() != theirs["drafts"]
         state = decoder.step(state).state
+
     return Closeness(rounds, worst_features, worst_logits, differ)
 
 

@@ -1,4 +1,4 @@
-"""When two argmaxes may differ: ties within two units in the last place, and how many of them noise explains.
+"""When two argmaxes may differ: near ties, and how many of them noise explains.
 
 A bfloat16 model that runs in blocks of another size sums in another order, so an argmax may flip
 where two logits are approximately tied. The rule: at every position the token is the reference's
@@ -32,7 +32,9 @@ class Agreement(enum.IntEnum):
 
 
 def bfloat16_ulp(values: ArrayLike) -> np.ndarray:
-    """Unit in the last place: the step of the bfloat16 grid at each value, ``2^(e-7)`` in ``[2^e, 2^(e+1))``.
+    """Unit in the last place: the step of the bfloat16 grid at each value.
+
+    It is ``2^(e-7)`` in ``[2^e, 2^(e+1))``.
 
     It follows from the exponent of the float32 value, so that no logarithm rounds at a power of
     two. Below the smallest normal number the grid is even, with steps of ``2^-133``.
@@ -48,7 +50,7 @@ def bfloat16_ulp(values: ArrayLike) -> np.ndarray:
 
 
 def tie_tolerance(best_value: ArrayLike, dtype: str) -> np.ndarray:
-    """Largest gap of a tie: two units of the highest logit where products are of bfloat16, 1e-3 in float32."""
+    """Largest gap of a tie: 1e-3 in float32, else two units of the highest logit."""
     if dtype == "float32":
         return np.full(np.shape(best_value), FLOAT32_TOLERANCE)
     return TIE_ULPS * bfloat16_ulp(best_value)
@@ -84,7 +86,7 @@ def classify(gap: ArrayLike, rank: ArrayLike, tolerance: ArrayLike) -> np.ndarra
 
 @dataclasses.dataclass(frozen=True)
 class Control:
-    """How often the argmax flips between two block sizes although nothing is drafted (an A/A study)."""
+    """How often the argmax flips between two block sizes without a draft (an A/A study)."""
 
     flips: int  #: Positions at which it did.
     tokens: int  #: Positions looked at.
@@ -95,9 +97,12 @@ class Control:
         return float(stats.binomtest(self.flips, self.tokens).proportion_ci(0.98).high)
 
     def allowed(self, tokens: int, *, times: float = 1.0) -> int:
-        """As many flips in ``tokens`` positions as ``times`` this noise explains; more are one run in a million."""
+        """Most flips in ``tokens`` positions that ``times`` this noise explains.
+
+        One run in a million has more.
+        """
         return int(stats.poisson.isf(1e-6, times * tokens * self.bound))
 
     def sees(self, tokens: int, *, times: float = 1.0) -> float:
-        """The smallest rate of flips in ``tokens`` positions that exceeds :meth:`allowed` with 90 % power."""
+        """The smallest rate of flips that exceeds :meth:`allowed` with 90 % power."""
         return float(stats.gamma.ppf(POWER, self.allowed(tokens, times=times) + 1)) / tokens

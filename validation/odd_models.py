@@ -44,7 +44,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write_odd_model(shape: str, directory: Path) -> Path:
-    """Write a random model of a shape with transformers, in float32; its text does not run into loops at once."""
+    """Write a random model in float32; its text does not run into loops at once."""
     sizes = {
         "vocab_size": 512,
         "hidden_size": 96,

@@ -27,7 +27,7 @@ class Played:
 def play(
     decoder: SpeculativeDecoder, prompts: Sequence[Tokens], *, max_new_tokens: int, batch_size: int
 ) -> list[Played]:
-    """Decode greedily, ``batch_size`` prompts at a time, and keep what every round drafted and accepted."""
+    """Decode greedily, ``batch_size`` prompts at a time, and keep drafts and accepted counts."""
     played = []
     for start in range(0, len(prompts), batch_size):
         batch = list(prompts[start : start + batch_size])
@@ -42,7 +42,7 @@ def play(
 
 
 def parting(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
-    """The first place where two lists differ, the end of the shorter one included; ``None`` where they are equal."""
+    """The first place where two lists differ, or the shorter one ends; ``None`` if equal."""
     places = itertools.zip_longest(ours, theirs)
     return next(
         (position for position, (token, their_token) in enumerate(places) if token != their_token),
@@ -78,7 +78,7 @@ def stats_of(played: Sequence[Played], num_speculative_tokens: int) -> Speculati
 
 
 def count_rounds(accepted: Sequence[int], drafted: Sequence[int], depth: int) -> SpeculationStats:
-    """vLLM's counters, from the accepted and drafted tokens of each round of a row. Rounds without a draft are none."""
+    """vLLM's counters, from the rounds of a row. Rounds without a draft do not count."""
     counts = np.asarray(drafted, int)
     accepted_counts = np.asarray(accepted, int)[counts > 0]
     return SpeculationStats(
@@ -91,7 +91,7 @@ def count_rounds(accepted: Sequence[int], drafted: Sequence[int], depth: int) ->
 
 @dataclasses.dataclass(frozen=True)
 class Parity:
-    """One head in two engines: tokens, accepted counts of every round of every request, and all counters."""
+    """One head in two engines: tokens, accepted counts of every round, and all counters."""
 
     ours: list[Played]
     theirs: Generated
@@ -109,6 +109,7 @@ class Parity:
         text_difference = first_difference(self.ours, self.theirs)
         if text_difference is not None:
             return text_difference
+
         names = [name for name, (our_count, theirs) in self.counters.items() if our_count != theirs]
         if names or set(self.theirs.counters) != set(COUNTERS):
             return (

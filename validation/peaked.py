@@ -1,4 +1,4 @@
-"""Random models of transformers, random targets with a likely next token, and small heads trained on their text."""
+"""Random targets with a likely next token, and small heads trained on their text."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ OBJECTIVE = TTTConfig(num_steps=DEPTH, denominator="supervised")
 
 VOCAB = 96  # of recipes that name no other
 BASE = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }  # fmt: skip
 
@@ -46,7 +47,7 @@ _IN_FIRST = ("gpt_oss", "llama4_text")
 
 
 def build(recipe: Recipe) -> Any:
-    """The random model of a recipe. Its norms are not 1, and nothing is 0 that could be another number."""
+    """The random model of a recipe. No norm is 1, and nothing is 0 that could be another number."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -71,9 +72,8 @@ def build(recipe: Recipe) -> Any:
 
 def _noise(name: str, value: Any, noise: Any, model_type: str, *, tied: bool) -> Any:
     if "norm" in name:
-        return (
-            value + 0.2 * noise
-        )  # about one, or about zero where that is what the family starts from
+        # About one, or about zero where that is what the family starts from.
+        return value + 0.2 * noise
     if name.endswith("sinks"):
         return 1.5 * noise
     if name.endswith(("A_log", "dt_bias")):
@@ -82,6 +82,7 @@ def _noise(name: str, value: Any, noise: Any, model_type: str, *, tied: bool) ->
         return 0.3 * noise
     if "embed_tokens" in name:  # small where tied, lest the model only repeat its last token
         return (0.15 if tied else 0.7) * noise
+
     inputs = value.shape[1] if value.ndim == 3 and model_type in _IN_FIRST else value.shape[-1]
     sharp = name.endswith(("lm_head.weight", "gate.weight", "router.weight"))
     return noise * (1.3 + 1.3 * sharp) / math.sqrt(inputs)
@@ -95,7 +96,7 @@ def eager(model: Any) -> Any:
 
 
 def write_peaked(recipe: Recipe, directory: Path, *, loudness: float) -> Path:
-    """Write a random model of transformers that mostly follows one random cycle through its vocabulary.
+    """Write a random model that mostly follows one random cycle through its vocabulary.
 
     The layers make it leave the cycle, and the token then depends on the whole context.
     ``loudness`` is the standard deviation of the embedding: the larger, the fewer tokens the layers
@@ -107,6 +108,7 @@ def write_peaked(recipe: Recipe, directory: Path, *, loudness: float) -> Path:
     embedding = model.get_input_embeddings().weight
     output = model.get_output_embeddings().weight
     words, width = embedding.shape
+
     generator = torch.Generator().manual_seed(recipe.seed)
     cycle = torch.randperm(words, generator=generator)
     directions = torch.randn((words, width), generator=generator)
@@ -126,7 +128,7 @@ def random_prompts(count: int, vocab_size: int, *, seed: int, length: int = 6) -
 def learned(
     target: LoadedTarget, prompts: list[Tokens], written: list[Tokens], *, steps: int
 ) -> tuple[LoadedDrafter, list[float]]:
-    """Train a head of one layer on the text that a target of four layers wrote after prompts of one length.
+    """Train a head of one layer on the text of a target of four, after prompts of one length.
 
     Returns:
         The head, which drafts chains, and its loss in every step.
@@ -143,6 +145,7 @@ def learned(
         aux_layers=(1, 2, 4),
         max_positions=like.max_positions,
     )
+
     drafter = Eagle3Drafter(config, Chain(DEPTH))
     tokens = jnp.asarray(
         [prompt + text for prompt, text in zip(prompts, written, strict=True)], jnp.int32
@@ -150,6 +153,7 @@ def learned(
     real = jnp.ones(tokens.shape, jnp.bool_)
     supervised = real.at[:, : len(prompts[0]) - 1].set(False)  # prompts are given
     everything = TTTBatch(tokens=tokens, attention_mask=real, loss_mask=supervised)
+
     embedding = target.model.tables(target.params).embedding  # type: ignore[attr-defined]
     frozen: Frozen = {
         "target_params": target.params,
@@ -171,6 +175,7 @@ def learned(
         for state, metrics in trainer.run(trainer.start(head), batch_at, steps):
             losses.append(metrics["loss"])
             head = state.params
+
     ids = jnp.arange(config.draft_vocab_size, dtype=jnp.int32)
     return (
         LoadedDrafter(drafter, {"head": head, "embedding": embedding, "draft_to_target": ids}),

@@ -1,7 +1,8 @@
-"""What vLLM 0.32.0 writes on a CPU in float32, recorded: it can be compared where vLLM is not installed.
+"""What vLLM 0.32.0 writes on a CPU in float32, for comparisons where it is not installed.
 
-    python -m validation.recorded "shipped pair"                 # record again, with the prompts of the recording
-    python -m validation.recorded SmolLM2 --prompts mt_bench.jsonl humaneval.jsonl gsm8k.jsonl    # with other prompts
+    # record again, with the prompts of the recording, or with others
+    python -m validation.recorded "shipped pair"
+    python -m validation.recorded SmolLM2 --prompts mt_bench.jsonl humaneval.jsonl gsm8k.jsonl
 
 A recording holds the new tokens of every prompt and method, the drafted and accepted tokens of each
 round, and log-probabilities of a few texts. It is written after each run of vLLM, and the same
@@ -172,7 +173,7 @@ def options_of(method: str, target: Path, head: Path) -> EngineOptions:
 
 
 def run(vllm: VLLM, options: EngineOptions, prompts: Sequence[Tokens]) -> list[dict[str, Any]]:
-    """Lets vLLM complete prompts; a row for each: tokens, and what each round drafted and accepted."""
+    """Lets vLLM complete prompts; a row each: tokens, drafted and accepted counts."""
     generated = vllm.engine(options).generate(prompts, max_new_tokens=NEW_TOKENS)
     rows = []
     for completion in generated.completions:
@@ -218,6 +219,7 @@ def record(name: str, files: Sequence[Path], python: Path, threads: int) -> None
     prompts = (
         data["prompts"] if data and not files else pair.prompts(files or [bundled("prompts.jsonl")])
     )
+
     vllm = Process(python, threads=threads)
     conditions: dict[str, Any] = {
         "pair": name,
@@ -233,6 +235,8 @@ def record(name: str, files: Sequence[Path], python: Path, threads: int) -> None
         },
         "prompts": prompts,
     }
+
+    # A changed checkpoint or setting starts anew; an interrupted recording is continued.
     if any(data.get(key) != value for key, value in json.loads(json.dumps(conditions)).items()):
         data = {}
     data = {
@@ -244,11 +248,13 @@ def record(name: str, files: Sequence[Path], python: Path, threads: int) -> None
         "runs": data.get("runs", {}),
         "texts": data.get("texts", []),
     }
+
     with contextlib.closing(vllm), directory_for_vllm(pair) as target:
         for method in METHODS:
             if method not in data["runs"]:
                 data["runs"][method] = run(vllm, options_of(method, target, pair.head), prompts)
                 write(file, data)
+
         if not data["texts"]:
             step = len(prompts) // TEXTS
             chosen = range(0, step * TEXTS, step)
@@ -285,6 +291,7 @@ def main() -> None:
     )
     parser.add_argument("--vllm-python", type=Path, default=installed_python())
     parser.add_argument("--threads", type=int, default=2, help="[default: 2]")
+
     options = parser.parse_args()
     record(options.pair, options.prompts, options.vllm_python, options.threads)
 

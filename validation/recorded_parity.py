@@ -74,7 +74,7 @@ def written(decoder: SpeculativeDecoder, prompts: Sequence[Tokens]) -> list[Toke
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """Our texts of one method next to vLLM's, each up to the place where they part, judged by our target."""
+    """Our texts of one method next to vLLM's, up to where they part, judged by our target."""
 
     method: str
     places: list[int | None]  #: Where each text parts; ``None`` where it does not.
@@ -83,8 +83,8 @@ class Texts:
 
     @classmethod
     def of(
-        cls, method: str, target: LoadedTarget, dtype: str, prompts: Sequence[Tokens], ours: Sequence[Tokens],
-        theirs: Sequence[Tokens],
+        cls, method: str, target: LoadedTarget, dtype: str, prompts: Sequence[Tokens],
+        ours: Sequence[Tokens], theirs: Sequence[Tokens],
     ) -> Texts:  # fmt: skip
         """Judge both texts along vLLM's."""
         places = [parting(row, their_row) for row, their_row in zip(ours, theirs, strict=True)]
@@ -110,6 +110,7 @@ class Texts:
         disagreements = sum(side.disagreements for side in agreed)
         largest = max(side.largest_gap for side in agreed)
         ties = [side.ties for side in agreed]
+
         return [
             self.method,
             len(self.places),
@@ -149,15 +150,18 @@ class Rounds:
             for draft, accepted in zip(ours.drafts, ours.accepted, strict=True)
         ]
         their_counts = list(zip(theirs.drafted or [], theirs.accepted or [], strict=True))
+
         pairs = zip(counts, their_counts, strict=False)
         different = next((at for at, pair in enumerate(pairs) if len(set(pair)) > 1), None)
         if different is None and len(counts) != len(their_counts):
             different = min(len(counts), len(their_counts))
+
         equal = counts[:different]
         self.compared += len(equal)
         self.accepted += sum(accepted for _, accepted in equal)
         if different is None:
             return
+
         pair = (counts[different : different + 1], their_counts[different : different + 1])
         tied = False
         if all(pair) and method != "n-grams" and pair[0][0][0] == pair[1][0][0]:
@@ -167,6 +171,7 @@ class Rounds:
                 draft_gap(name, method, Recording.of(name).prompts[row], different, step)
                 <= FLOAT32_TOLERANCE
             )
+
         self.ties += tied
         if not tied:
             drafted_and_accepted = f"(drafted, accepted) is {pair[0]} here and {pair[1]} in vLLM"

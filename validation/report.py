@@ -1,4 +1,4 @@
-"""Writes the record of a run, ``report.json``, and its page, ``report.html``. The page needs jinja2."""
+"""Writes the record of a run, ``report.json``, and its page, which needs jinja2."""
 
 from __future__ import annotations
 
@@ -32,11 +32,13 @@ def write(report: Report, directory: str | Path, *, page: bool = True) -> Path:
     write_text(data, report.to_json())
     if not page:
         return data
+
     try:
         import jinja2
     except ModuleNotFoundError:
         html.unlink(missing_ok=True)
         return data
+
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,

@@ -1,4 +1,4 @@
-"""The records of a run of ``pytest validation``: checks, verdicts of levels, and the JSON file that keeps them.
+"""The records of runs of ``pytest validation``: checks, verdicts, and their JSON file.
 
 One run writes one record, of one commit. In a notebook, with ``report = load(DIR)``:
 ``report["L8"].checks``, ``report.table("L8", TITLE).column("K")``.
@@ -35,10 +35,8 @@ RECORDED = "vLLM, recorded"
 RUN = "vLLM, run"
 DESELECTED = "deselected by --quick"
 NO_VLLM = f"{RUN}: not installed"
-NOT_IN_QUICK = (
-    DESELECTED,
-    NO_VLLM,
-)  # how the reasons of checks begin that a level passes a quick run without
+# How the reasons of checks begin that a level passes a quick run without.
+NOT_IN_QUICK = (DESELECTED, NO_VLLM)
 _LEVEL_MARK = re.compile(r"level\(['\"](\w+)['\"]\)")
 
 
@@ -177,6 +175,7 @@ class Report:
         verdict = Verdict.join(check.verdict for check in chosen)
         if self.quick and verdict is Verdict.PASSED:
             verdict = Verdict.QUICK
+
         # A check that failed is the reason of a failed level; otherwise the checks that did not run
         # are.
         reasons = [
@@ -189,16 +188,19 @@ class Report:
             reason if count == len(checks) else f"{count} of {len(checks)} checks: {reason}"
             for reason, count in collections.Counter(reasons).items()
         ]
+
         recorded = [check.verdict for check in checks if RECORDED in check.name]
         if recorded and lines and verdict is not Verdict.FAILED:
             num_passed = recorded.count(Verdict.PASSED)
             lines[0] = f"{RECORDED}: {num_passed} of {len(recorded)} checks passed; {lines[0]}"
+
         missing = self.missing.get(name)
         if missing and checks:
             lines.append(f"not collected: {', '.join(missing)}")
             verdict = Verdict.PARTLY if verdict in (Verdict.PASSED, Verdict.QUICK) else verdict
         if verdict is Verdict.QUICK:
             lines.insert(0, f"quick: {len(chosen)} of {len(checks)} checks, with fewer prompts")
+
         if not checks:
             lines = [self.unfinished or "no check of it was part of this run"]
         return LevelResult(level, checks, verdict, "\n".join(lines))
@@ -235,6 +237,7 @@ class Report:
         for verdict in Verdict:
             names = [name for name, result in self.levels.items() if result.verdict is verdict]
             parts += [f"{verdict.capitalize()}: {', '.join(names)}."] if names else []
+
         dates = collections.Counter(check.taken_over for check in self.checks if check.taken_over)
         parts += [
             f"Taken over from an earlier run, {date}: {count} checks."
@@ -262,7 +265,7 @@ class Report:
         return lines + [f"not collected: {line}" for line in [*self.errors, *self.skipped]]
 
     def to_json(self) -> str:
-        """Returns strict JSON, the verdict first: numpy's numbers become plain ones, NaN and infinity ``null``."""
+        """Returns strict JSON, the verdict first; NaN and infinity become ``null``."""
         levels = {
             name: {"verdict": result.verdict, "reason": result.reason}
             for name, result in self.levels.items()
@@ -273,6 +276,7 @@ class Report:
             "summary": self.summary,
             "levels": levels,
         }
+
         text = json.dumps(head | dataclasses.asdict(self), default=_plain)
         finite = json.loads(text, parse_constant=lambda constant: None)
         return json.dumps(finite, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
@@ -281,7 +285,7 @@ class Report:
 def _read_check(
     name: str, verdict: str, tables: list[dict], plots: object = None, **fields: Any
 ) -> Check:
-    """Makes a check of a record. Records of earlier versions have plots, which are ignored, and other names."""
+    """Makes a check of a record. Earlier ones have plots, which are ignored, and other names."""
     for old, new in RENAMED.items():
         name = name.replace(old, new)
     return Check(
@@ -296,8 +300,8 @@ def load(path: str | Path) -> Report:
         path: Its directory, or its ``report.json``.
 
     Raises:
-        ValueError: There is no such file, or it is no report of this schema version; the message is
-            one line.
+        ValueError: There is no such file, or it is not a report of this schema version; the message
+            is one line.
     """
     path = Path(path)
     file = path / "report.json" if path.is_dir() else path
@@ -307,6 +311,7 @@ def load(path: str | Path) -> Report:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from None
+
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version != SCHEMA_VERSION:
         raise ValueError(
@@ -324,7 +329,7 @@ def load(path: str | Path) -> Report:
 
 
 def check_name(test: str) -> str:
-    """Returns the name of a check from the name of its test function, with its case if it has one."""
+    """Returns the name of a check, with its case, from the name of its test function."""
     return test.replace("::", ": ").replace("test_", "").replace("_", " ")
 
 
@@ -350,7 +355,7 @@ def checks_in(folder: Path, *, gpu: bool) -> set[tuple[str, str]]:
 
 
 def verdict_lines(report: Report) -> Iterator[tuple[Verdict, str]]:
-    """Yields one line for each level: verdict, title, number of checks, and the reason why it did not pass."""
+    """Yields a line for each level: verdict, title, number of checks, why it did not pass."""
     width = max(len(level.title) for level in LEVELS)
     for name, result in report.levels.items():
         detail = result.reason.partition("\n")[0] or f"checks: {len(result.checks)}"
@@ -361,7 +366,10 @@ def verdict_lines(report: Report) -> Iterator[tuple[Verdict, str]]:
 
 
 def _plain(value: Any) -> Any:
-    """Converts what JSON does not have. An unknown type becomes text, because a report is written after hours."""
+    """Converts what JSON does not have.
+
+    An unknown type becomes text, because a report is written after hours.
+    """
     if hasattr(value, "tolist"):  # arrays and scalars of numpy and jax
         return value.tolist()
     return value.name if isinstance(value, Path) else str(value)  # directories are private

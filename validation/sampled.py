@@ -1,4 +1,4 @@
-"""L6: tokens of a sampling decoder, scored under the target's distribution and judged stratum by stratum."""
+"""L6: sampled tokens, scored under the target's distribution, stratum by stratum."""
 
 from __future__ import annotations
 
@@ -82,6 +82,7 @@ def sample(
     for seed, (settings, rows_per_setting, max_new_tokens) in enumerate(batches):
         rows = [warpers for warpers in settings for _ in range(rows_per_setting)]
         chosen = [prompts[row % len(prompts)] for row in range(len(rows))]
+
         emitted = play(decoder, chosen, rows=rows, max_new_tokens=max_new_tokens, seed=seed)
         for start in range(0, len(rows), rows_per_setting):
             group = emitted[start : start + rows_per_setting]
@@ -97,6 +98,7 @@ def sample(
                 parts.append(
                     _scored(inner, reference.probabilities(logits[~edge], warpers), warpers, rng)
                 )
+
     joined = jax.tree.map(lambda *values: np.concatenate(values), *parts)
     return joined.replace(left_out=left_out, acceptance_length=lengths)
 
@@ -113,7 +115,11 @@ def _scored(row: Emitted, p: np.ndarray, warpers: Warpers, rng: np.random.Genera
         q = row.q.astype(np.float64)
         score = directed(p, q, row.tokens)
         order = -towards(p, q)
-    only_drafted = lambda values: np.where(has_draft, values, np.nan)
+
+    def only_drafted(values: np.ndarray) -> np.ndarray:
+        """Returns values that are not numbers where nothing was drafted."""
+        return np.where(has_draft, values, np.nan)
+
     # Ordered, because jax.tree sorts the keys of other dictionaries.
     scores = OrderedDict(
         entropy=surprisal(p, row.tokens), directed=jax.tree.map(only_drafted, score)
@@ -174,6 +180,7 @@ def judge(sample: Sample) -> Judgement:
             row.append(round(excess.z, 2) if enough else "")
             if enough and not abs(excess.z) < MOST_Z:
                 wrong.append(f"{stratum}: {name} z = {excess.z:.1f}")
+
         for name, values in sample.transforms.items():
             uniforms = values[chosen & ~np.isnan(values)]
             p_value = kolmogorov_smirnov(uniforms)

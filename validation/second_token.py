@@ -31,9 +31,12 @@ Draws = dict[str, collections.Counter[int]]
 
 
 def enumerate_second_token(target: LoadedTarget, temperature: float, top_p: float) -> np.ndarray:
-    """Returns ``sum_a p(a | prompt) p(x | prompt, a)``, ``[V]``, in float64, by enumeration of the first token."""
+    """Returns ``sum_a p(a | prompt) p(x | prompt, a)``, ``[V]``, in float64."""
     logits = forced_logits(target, [[*PROMPT, first] for first in range(target.vocab_size)])
-    warp = lambda row: warped(row.astype(np.float64), temperature, 0, top_p)
+
+    def warp(row: np.ndarray) -> np.ndarray:
+        return warped(row.astype(np.float64), temperature, 0, top_p)
+
     first = warp(logits[0][len(PROMPT) - 1])
     return sum(p * warp(row[len(PROMPT)]) for p, row in zip(first, logits, strict=True) if p > 0)
 
@@ -44,7 +47,7 @@ def title(setting: str) -> str:
 
 
 def exact_distribution(setting: str) -> np.ndarray:
-    """Returns the distribution of the second token of the tiny target that both engines hold, ``[V]``."""
+    """Returns the distribution of the second token of the tiny target, ``[V]``."""
     return enumerate_second_token(load_target(DIRECTORY / "target"), *SETTINGS[setting])
 
 
@@ -54,6 +57,7 @@ def ours(setting: str, count: int = DRAWS) -> Draws:
     draws = {}
     temperature, top_p = SETTINGS[setting]
     sampling = SamplingParams(temperature=temperature, top_p=top_p)
+
     head = load_drafter(DIRECTORY / "eagle3", target=target)
     for name, decoder in {
         "ours, plain": SpeculativeDecoder(target, stop_tokens=()),
@@ -69,7 +73,10 @@ def ours(setting: str, count: int = DRAWS) -> Draws:
 
 
 def vllms(process: Process, setting: str) -> Draws:
-    """Returns vLLM's draws. On a CPU, whose build samples wrongly under speculation, also those of a repaired vLLM."""
+    """Returns vLLM's draws.
+
+    On a CPU, whose build samples wrongly under speculation, also those of a repaired vLLM.
+    """
     temperature, top_p = SETTINGS[setting]
     options = {"model": str(DIRECTORY / "target"), "max_model_len": 64, "max_num_seqs": BATCH}
 

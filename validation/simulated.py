@@ -1,4 +1,4 @@
-"""L9 without weights: the shape of a model for vLLM, and whether both engines accept at the simulated rates."""
+"""L9 without weights: shapes for vLLM, and acceptance at the simulated rates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ ALPHA = 1e-6  # of all positions and engines together
 def write_shape(
     target: DecoderConfig, head: Eagle3Config, directory: Path, *, dtype: str
 ) -> tuple[Path, Path]:
-    """Write the ``config.json`` of a Llama or Qwen3 shape and of its head; vLLM makes random weights for them."""
+    """Write the ``config.json`` of a Llama or Qwen3 shape and of its head.
+
+    vLLM makes random weights for them.
+    """
     name = "Qwen3" if grouped(target.layers[0]).qk_norm else "Llama"
     tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     fields = {
@@ -36,10 +39,13 @@ def write_shape(
         "tie_word_embeddings": target.tie_embeddings,
         **tokens,
     }
+
     drafting = HeadCheckpoint(
-        method="eagle3", config=head, head={}, draft_to_target=np.arange(head.draft_vocab_size), embedding=None,
-        dialect="vllm", source=directory, dtype=dtype, num_target_layers=target.num_layers,
+        method="eagle3", config=head, head={}, draft_to_target=np.arange(head.draft_vocab_size),
+        embedding=None, dialect="vllm", source=directory, dtype=dtype,
+        num_target_layers=target.num_layers,
     )  # fmt: skip
+
     paths = directory / "target", directory / "eagle3"
     for path, values in zip(paths, (fields, vllm_fields(drafting)), strict=True):
         path.mkdir(parents=True)
@@ -49,7 +55,7 @@ def write_shape(
 
 @dataclasses.dataclass(frozen=True)
 class AcceptanceDistribution:
-    """Number of accepted tokens ``A`` of a round with simulated acceptance: ``P(A >= i) = rates[i - 1]``."""
+    """Number of accepted tokens ``A`` of a round: ``P(A >= i) = rates[i - 1]``."""
 
     rates: Sequence[float]
 
@@ -60,12 +66,15 @@ class AcceptanceDistribution:
 
     @property
     def deviation(self) -> float:
-        """Standard deviation of the number of accepted tokens: ``E[A^2] = sum (2 i - 1) P(A >= i)``."""
+        """Standard deviation of that number: ``E[A^2] = sum (2 i - 1) P(A >= i)``."""
         second = sum((2 * position + 1) * rate for position, rate in enumerate(self.rates))
         return math.sqrt(second - self.mean**2)
 
     def scores(self, counted: SpeculationStats) -> list[float]:
-        """Returns standard scores of the mean and of every position. Rounds are complete, so Wald's identity holds."""
+        """Returns standard scores of the mean and of every position.
+
+        Rounds are complete, so Wald's identity holds.
+        """
         rounds = int(np.sum(counted.num_drafts))
         shares = np.array([counted.mean_acceptance_length - 1, *counted.acceptance_per_position])
         rates = np.array(self.rates)

@@ -17,8 +17,9 @@ from validation.runs import Check
 from validation.subject import CONTEXT, SHIPPED, Pair, Setting, Subject
 
 COLUMNS = [
-    "method", "precision", "batch", "tokens/s", "quartiles", "over plain", "quartiles", "τ", "TTFT p50 ms",
-    "TTFT p99 ms", "TPOT p50 ms", "TPOT p99 ms", "% of bandwidth", "cost of 1M tokens", "not run because",
+    "method", "precision", "batch", "tokens/s", "quartiles", "over plain", "quartiles", "τ",
+    "TTFT p50 ms", "TTFT p99 ms", "TPOT p50 ms", "TPOT p99 ms",
+    "% of bandwidth", "cost of 1M tokens", "not run because",
 ]  # fmt: skip
 
 
@@ -28,7 +29,7 @@ def is_quoted(subject: Subject, setting: Setting) -> bool:
 
 
 def shared_dtype(dtype: str) -> str:
-    """The nearest precision that transformers and vLLM have too: they have none with bfloat16 products in float32."""
+    """The nearest precision that transformers and vLLM have too; they have no mixed one."""
     return "float32" if dtype == "mixed" else dtype
 
 
@@ -76,11 +77,13 @@ def measure_and_keep(
         streams=0,
         **amounts,  # type: ignore[arg-type]
     )
+
     dtypes = {contender.name: contender.dtype for contender in contenders}
     absent = [
         not_run(contender.name, dtypes[contender.name], batch, contender.reason)
         for contender in report.not_measured
     ]
+
     title = title if quoted else "No claim, for on a GPU the shipped pair waits for launches: "
     title += (
         f"Speed at batch {batch}, {report.num_prompts} prompts of {CONTEXT} tokens,"
@@ -89,6 +92,7 @@ def measure_and_keep(
     check.table(
         title, COLUMNS, [*(_cells(row, report, price) for row in report.rows), *missing, *absent]
     )
+
     if quoted:
         speeds = {
             f"tokens/s {row.name}, batch {batch}": row.decode_tokens_per_second.median
@@ -99,6 +103,7 @@ def measure_and_keep(
         )
     else:
         check.number(note="the shipped pair's speed on a GPU is no claim")
+
     assert not faults(report), "; ".join(faults(report))
     ours = {contender.name for contender in contenders if isinstance(contender, DecoderContender)}
     for row in report.rows:
@@ -113,6 +118,7 @@ def _cells(row: Row, report: Report, price: float | None) -> list[Any]:
     share = row.bandwidth_share
     acceptance = row.acceptance
     tau = 1.0 if acceptance is None else acceptance.mean_acceptance_length
+
     cost = (
         "" if price is None else cost_per_million_tokens(row.total_tokens_per_second.median, price)
     )
@@ -122,7 +128,8 @@ def _cells(row: Row, report: Report, price: float | None) -> list[Any]:
         for value in (latency.p50, latency.p99)
     ]
     return [
-        row.name, row.dtype, report.batch_size, speed.median, f"{speed.low:.4g} to {speed.high:.4g}",
+        row.name, row.dtype, report.batch_size,
+        speed.median, f"{speed.low:.4g} to {speed.high:.4g}",
         ratio.median, f"{ratio.low:.2f} to {ratio.high:.2f}", tau, *latencies,
         "" if share is None else 100 * share, cost, "",
     ]  # fmt: skip
@@ -151,7 +158,10 @@ def tree(
 
 
 def faults(report: Report) -> list[str]:
-    """Why the figures of a report would not be worth reading; empty where they are. Nothing here asks who is faster."""
+    """Why the figures of a report would not be worth reading; empty where they are.
+
+    Nothing here asks who is faster.
+    """
     problems = []
     too_fast = {row.name: row.bandwidth_share for row in report.too_fast}
     if too_fast:
@@ -160,6 +170,7 @@ def faults(report: Report) -> list[str]:
             f"faster than {most / 1e9:.0f} GB/s can feed: {too_fast}; the clock or the tokens are"
             " wrong"
         )
+
     if report.programs_after_warm_up:
         problems.append(
             f"{report.programs_after_warm_up} programs were compiled while times were taken"

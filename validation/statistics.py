@@ -38,7 +38,10 @@ class Score:
 
     @property
     def z(self) -> float:
-        """``Σ (observed - mean) / sqrt(Σ variance)``, standard normal for an exact sampler; 0 without variance."""
+        """``Σ (observed - mean) / sqrt(Σ variance)``; 0 without variance.
+
+        It is standard normal for an exact sampler.
+        """
         spread = math.sqrt(self.variance.sum())
         return float((self.observed - self.mean).sum() / spread) if spread > 0 else 0.0
 
@@ -53,7 +56,7 @@ class Score:
         p: Float[np.ndarray, "n V"],
         tokens: Int[np.ndarray, " n"],
     ) -> Score:
-        """Makes a score from the values of the vocabulary; tokens without mass do not enter the moments."""
+        """Makes a score from the values of the vocabulary, except tokens without mass."""
         possible = np.where(p > 0, scores, 0.0)
         mean = np.einsum("nv,nv->n", p, possible)
         centred = possible - mean[:, None]
@@ -61,7 +64,7 @@ class Score:
 
 
 def surprisal(p: Float[np.ndarray, "n V"], tokens: Int[np.ndarray, " n"]) -> Score:
-    """``-ln p(x)``, whose mean is the entropy: sees what makes the text too sure or not sure enough."""
+    """``-ln p(x)``, whose mean is the entropy: sees text that is too sure, or not enough."""
     with np.errstate(divide="ignore"):
         return Score.of(-np.log(p), p, tokens)
 
@@ -69,7 +72,7 @@ def surprisal(p: Float[np.ndarray, "n V"], tokens: Int[np.ndarray, " n"]) -> Sco
 def directed(
     p: Float[np.ndarray, "n V"], q: Float[np.ndarray, "n V"], tokens: Int[np.ndarray, " n"]
 ) -> Score:
-    """``ln(q(x) / p(x))``, cut at :data:`MOST_DIRECTED`: sees a pull towards the draft, or away from it."""
+    """``ln(q(x) / p(x))``, cut at :data:`MOST_DIRECTED`: sees a pull to or from the draft."""
     return Score.of(towards(p, q), p, tokens)
 
 
@@ -107,7 +110,9 @@ def randomised_pit(
     *,
     order: Float[np.ndarray, "n V"],
 ) -> Float[np.ndarray, " n"]:
-    """The probability integral transform ``P(before x) + u p(x)``, uniform on [0, 1] exactly when ``x ~ p``.
+    """The probability integral transform, uniform on [0, 1] exactly when ``x ~ p``.
+
+    It is ``P(before x) + u p(x)``.
 
     Args:
         p: The target's distribution at each token.
@@ -146,7 +151,7 @@ class Fluctuation:
 
 @dataclasses.dataclass(frozen=True)
 class Excess:
-    """Counts of tokens minus their expected counts, in strata that were known before each token was sampled.
+    """Counts of tokens minus their expected counts, in strata that were known before.
 
     Given its past, ``1[x = v] - p(v)`` has mean 0 and covariance ``diag(p) - p p'``, for every
     past. Its sum over tokens is a martingale, so one quadratic form tests any stratum: a context, a
@@ -179,10 +184,10 @@ class Excess:
         """
         count, vocabulary = p.shape
         ones = np.ones(len(tokens))
-        often = sparse.csr_array(
-            (ones, (strata, distributions)), shape=(size, count)
-        )  # duplicates are summed
+        # Duplicates are summed.
+        often = sparse.csr_array((ones, (strata, distributions)), shape=(size, count))
         observed = sparse.csr_array((ones, (strata, tokens)), shape=(size, vocabulary)).toarray()
+
         expected = often @ p
         products = often @ np.einsum("cv,cw->cvw", p, p).reshape(count, -1)
         covariance = expected[:, :, None] * np.eye(vocabulary) - products.reshape(
@@ -211,11 +216,13 @@ class Excess:
         if self.impossible:
             return Fluctuation(math.inf, 1, 0.0, self.tokens, self.impossible)
         few = ((self.expected > 0) & (self.expected < least)).any(axis=1)
-        together = lambda values: np.concatenate(
-            [values[~few], values[few].sum(axis=0, keepdims=True)]
-        )
+
+        def together(values: np.ndarray) -> np.ndarray:
+            return np.concatenate([values[~few], values[few].sum(axis=0, keepdims=True)])
+
         difference = together(self.observed - self.expected)
         covariance = together(self.covariance)
+
         spread, axes = np.linalg.eigh(covariance)
         along = np.einsum("sv,svk->sk", difference, axes)
         real = spread > 1e-6 * np.maximum(spread[:, -1:], 1.0)
@@ -227,7 +234,7 @@ class Excess:
 
 
 def smallest_shift(tokens: int, most_z: float) -> float:
-    """The smallest deviation for a sum of scores that fails beyond ``most_z``, probabilities off along that score.
+    """The smallest deviation along a score whose sum exceeds ``most_z`` with 90 % power.
 
     With ``p' = p (1 + ε s)`` and ``s`` the score made standard, ``z`` is normal with mean ``ε
     √tokens``. A deviation that is orthogonal to the score leaves it unchanged.

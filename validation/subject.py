@@ -49,7 +49,7 @@ class Setting:
 
 @dataclasses.dataclass(eq=False)
 class Subject:
-    """A pair and its prompts. Models are loaded when they are asked for and kept until :meth:`release`."""
+    """A pair and its prompts. Models are loaded at first use and kept until :meth:`release`."""
 
     name: str  #: Name in the report.
     target_directory: Path  #: Directory in the Hugging Face layout or in the native one.
@@ -112,7 +112,7 @@ class Subject:
 
 
 def choose(setting: Setting) -> Subject:
-    """The subject of a run: the named pair, or the default of the hardware, or the shipped pair with the reason.
+    """The subject of a run: the named pair, the hardware's default, or the shipped pair.
 
     Raises:
         ValueError: Only one of target and drafter was named, or one of them is not there.
@@ -126,6 +126,7 @@ def choose(setting: Setting) -> Subject:
         raise ValueError(
             f"{present} was given without {missing}, and a head fits one target only; add {missing}"
         )
+
     reason = ""
     sources = (
         (target, drafter) if target or not setting.on_gpu else (DEFAULT_TARGET, DEFAULT_DRAFTER)
@@ -138,6 +139,7 @@ def choose(setting: Setting) -> Subject:
         reason = str(error)
         sources = (None, None)
         directories = bundled("target"), bundled("eagle3")
+
     return Subject(
         name=SHIPPED if sources[0] is None else f"{sources[0]} with {sources[1]}",
         target_directory=directories[0],
@@ -151,7 +153,7 @@ def choose(setting: Setting) -> Subject:
 
 
 def some_prompts(subject: Subject, count: int) -> list[list[int]]:
-    """As many prompts as asked for, from all files in turn, each cut to its last :data:`CONTEXT` tokens."""
+    """Prompts from all files in turn, each cut to its last :data:`CONTEXT` tokens."""
     tokens = subject.prompt_tokens
     return [tokens[index * len(tokens) // count % len(tokens)][-CONTEXT:] for index in range(count)]
 

@@ -63,7 +63,9 @@ def questions(subject: Subject, *, rehearsal: bool) -> list[Prompt]:
 
 
 def discordant_interval(only_with: int, only_without: int) -> tuple[float, float]:
-    """Share of speculation among the questions that only one of both got right: 1/2 if speculation makes no difference.
+    """Share of speculation among the questions that only one of both got right.
+
+    It is 1/2 if speculation makes no difference.
 
     The test is paired, as McNemar's: questions that both got right, or both wrong, say nothing
     about a difference.

@@ -40,7 +40,7 @@ OURS: dict[str, dict[str, Any]] = {  # the first one is that of --quick
 def examine(
     check: Check, url: str, subject: Subject, setting: Setting, speculation: Any = "seen"
 ) -> Certificate:
-    """Certifies a server and stores the certificate in the report; a quick run asks for an eighth."""
+    """Certifies a server and stores the certificate; a quick run asks for an eighth."""
     plan = Plan(prompts=some_prompts(subject, 12), concurrency=16, speculation=speculation)
     if setting.quick:
         plan = dataclasses.replace(
@@ -91,6 +91,7 @@ def test_a_server_of_vllm_is_certified(
         else {}
     )
     options = {"max-num-seqs": 16, "max-logprobs": 20, **speculation}
+
     with launched(pytestconfig, subject, setting, tmp_path / "log.txt", options) as url:
         certificate = examine(check, url, subject, setting, "seen" if speculates else "none")
         command = [
@@ -104,6 +105,7 @@ def test_a_server_of_vllm_is_certified(
         ]
         greedy_only = ["--requests", "0", "--long-requests", "0", "--sampling-only"]
         done = subprocess.run([*command, *greedy_only], env=os.environ | {"PYTHONPATH": str(ROOT)})
+
     assert done.returncode == 0, (
         "the command does not certify greedy requests in the server's own environment"
     )
@@ -112,6 +114,7 @@ def test_a_server_of_vllm_is_certified(
         test for test in certificate.tests if test.name == "greedy tokens, scored by force"
     )
     assert greedy.p_value == 1, greedy.detail
+
     if speculates and on_cpu:
         assert certificate.verdict is Verdict.NOT_LOSSLESS, certificate.reason
     else:

@@ -1,4 +1,4 @@
-"""L6, from outside: the clients that people use are pointed at our server; all their requests are answered.
+"""L6, from outside: clients that people use are pointed at our server.
 
 The acceptance that ``vllm bench serve`` reads from ``/metrics`` is that of the answers themselves.
 """
@@ -38,7 +38,8 @@ try:
 except BadRequestError as error:
     refused = error.param
 streamed = "".join(choice.text for chunk in chunks for choice in chunk.choices)
-print(json.dumps({"text": text, "streamed": streamed, "usage": chunks[-1].usage.completion_tokens, "refused": refused}))
+usage = chunks[-1].usage.completion_tokens
+print(json.dumps({"text": text, "streamed": streamed, "usage": usage, "refused": refused}))
 """
 # `vllm bench serve`; the CPU build has its command line under another name of the package.
 BENCH = """

@@ -26,7 +26,7 @@ RunTests = Callable[..., None]
 
 @pytest.fixture
 def run_tests(check: Check, setting: Setting, tmp_path: Path) -> RunTests:
-    """Runs files of tests and records their numbers. A check with a skipped test counts as not run."""
+    """Runs files of tests and records their numbers. A skipped test counts as not run."""
     return functools.partial(_run, check, setting, tmp_path / "junit.xml")
 
 
@@ -42,13 +42,16 @@ def _run(check: Check, setting: Setting, junit: Path, *files: str, only: str = "
         "no:cacheprovider",
         f"--junitxml={junit}",
     ]
+
     paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
     environment = {"XLA_FLAGS": "", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     if setting.gpu:
         environment["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
+
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
+
     suite = ElementTree.parse(junit).getroot() if junit.exists() else ElementTree.Element("none")
     total = len(suite.findall(".//testcase"))
     failed = [
@@ -57,11 +60,13 @@ def _run(check: Check, setting: Setting, junit: Path, *files: str, only: str = "
         for case in suite.iterfind(f".//testcase[{kind}]")
     ]
     skips = [element.get("message", "") for element in suite.iter("skipped")]
+
     check.number(tests=total, failed=len(failed), skipped=len(skips))
     # tests/conftest.py reports here that it could not check shapes.
     check.number(
         **{element.get("name", ""): element.get("value") for element in suite.iter("property")}
     )
+
     message = f"{', '.join(files)}: {len(failed)} of {total} tests failed: {failed}"
     assert done.returncode == 0, "\n".join(
         [message, *(done.stdout + done.stderr).splitlines()[-8:]]
@@ -117,7 +122,10 @@ def test_millions_of_tokens_follow_their_distribution_with(
     check: Check, run_tests: RunTests, draft: str
 ) -> None:
     run_tests("tests/nightly/test_long_distribution.py")
-    check.sees = "1.8 % rms of the probabilities of each context, 0.95 % if every context has the same deviation"
+    check.sees = (
+        "1.8 % rms of the probabilities of each context, 0.95 % if every context has the same"
+        " deviation"
+    )
 
 
 @pytest.mark.level("L8")

@@ -1,4 +1,4 @@
-"""L3: greedy output is the target's own, bit for bit if shapes and sums match, and otherwise up to rounding.
+"""L3: greedy output is the target's own, bit for bit or up to rounding.
 
 What is bitwise, in every precision: a chain and plain decoding in blocks of its size, every key and
 value included; a refused draft leaves no trace; a round depends on nothing but the tokens that were
@@ -67,7 +67,7 @@ def assert_partings_are_rounding(
     target: LoadedTarget, dtype: str, prompts: Sequence[list[int]], ours: Sequence[list[int]],
     places: Sequence[int | None],
 ) -> None:  # fmt: skip
-    """Where an output parts from the other run, its token is within rounding of the reference's choice."""
+    """Where an output parts, its token is within rounding of the reference's choice."""
     for prompt, output, position in zip(prompts, ours, places, strict=True):
         if position is not None:
             (scored,) = reference(target, [prompt], [output])
@@ -86,6 +86,7 @@ def same_bits(state: GenerationState, reference_state: GenerationState) -> list[
         if np.array_equal(state.tokens, reference_state.tokens) and np.array_equal(*known)
         else ["tokens"]
     )
+
     for layer, caches in enumerate(
         zip(state.cache.layers, reference_state.cache.layers, strict=True)
     ):
@@ -129,14 +130,19 @@ def new_tokens(setting: Setting) -> int:
 def test_speculation_equals_plain_decoding_of_the_same_shape(
     check: Check, subject: Subject, cell: tuple[str, str, int], new_tokens: int
 ) -> None:
-    """The same tokens, and for a chain the same bits; a tree in low precision may part at approximately tied logits."""
+    """The same tokens, and for a chain the same bits.
+
+    A tree in low precision may part at approximately tied logits.
+    """
     dtype, shape, batch = cell
     target, head = subject.pair(dtype)
     prompts = some_prompts(subject, 8)
+
     drafter = with_shape(head, SHAPES[shape])
     plain = LoadedDrafter(Plain(drafter.drafter.num_nodes))
     ours = Decoding(target, drafter, batch, new_tokens).decode(prompts)
     theirs = Decoding(target, plain, batch, new_tokens).decode(prompts)
+
     accepted = ours.stats.num_accepted_tokens
     places = first_differences(ours.tokens, theirs.tokens)
     parted = [position for position in places if position is not None]
@@ -149,6 +155,7 @@ def test_speculation_equals_plain_decoding_of_the_same_shape(
     assert accepted > len(prompts), (
         "a comparison in which hardly anything was accepted would show little"
     )
+
     assert_partings_are_rounding(target, dtype, prompts, ours.tokens, places)
     if dtype == "float32" or shape == "chain":
         assert not parted, f"{dtype} output differs first at new tokens {parted}"
@@ -161,16 +168,18 @@ def test_speculation_equals_plain_decoding_of_the_same_shape(
 def test_refused_drafts_leave_every_bit_as_it_was(
     check: Check, subject: Subject, cell: tuple[str, str, int], new_tokens: int
 ) -> None:
-    """With drafts that are never right, every key and value that the target ever computed is that of plain decoding."""
+    """With drafts that are never right, every key and value is that of plain decoding."""
     dtype, shape, batch = cell
     target, head = subject.pair(dtype)
     prompts = some_prompts(subject, batch)
     drafter = with_shape(head, SHAPES[shape])
     padding = LoadedDrafter(Plain(drafter.drafter.num_nodes))
     (plain,) = Decoding(target, padding, batch, new_tokens).decode(prompts).states
+
     params = {"inner": drafter.params, "tokens": plain.tokens}
     wrong = LoadedDrafter(NeverRight(drafter.drafter, target.vocab_size), params)
     refused = Decoding(target, wrong, batch, new_tokens).decode(prompts)
+
     drafted = refused.stats.num_draft_tokens
     check.number(
         drafted=drafted, bytes_compared=sum(leaf.nbytes for leaf in jax.tree.leaves(plain.cache))
@@ -183,7 +192,7 @@ def test_refused_drafts_leave_every_bit_as_it_was(
 def test_a_round_depends_on_what_was_accepted_and_on_nothing_else(
     check: Check, subject: Subject, new_tokens: int
 ) -> None:
-    """A script that knows no head, but gets as much right in every round as the head did, leaves the same bits."""
+    """A script that gets as much right in every round as the head leaves the same bits."""
     target, head = subject.pair("bfloat16")
     prompts = some_prompts(subject, 8)
     drafter = with_shape(head, CHAIN)
@@ -192,6 +201,8 @@ def test_a_round_depends_on_what_was_accepted_and_on_nothing_else(
     decoding = Decoding(target, drafter, 8, new_tokens)
     decoded = decoding.decode(prompts)
     (ours,) = decoded.states
+
+    # How many tokens the head got right in the round after each length.
     right = np.zeros(ours.tokens.shape, np.int32)
     prefill, _ = programs(loop, params, decoding)
     state = prefill(params, batch_of(prompts, new_tokens))
@@ -203,11 +214,13 @@ def test_a_round_depends_on_what_was_accepted_and_on_nothing_else(
         right[np.flatnonzero(running), roots[running]] = np.asarray(latest.verdict.num_accepted)[
             running
         ]
+
     script = {"tokens": ours.tokens, "right": jnp.asarray(right)}
     scripted = LoadedDrafter(
         Script(chain_parents(CHAIN.num_speculative_tokens), target.vocab_size), script
     )
     (theirs,) = Decoding(target, scripted, 8, new_tokens).decode(prompts).states
+
     check.number(accepted=decoded.stats.num_accepted_tokens)
     assert decoded.stats.num_accepted_tokens > 0
     assert same_bits(ours, theirs) == []
@@ -225,6 +238,7 @@ def test_the_text_does_not_depend_on_the_drafter(
     expected = (
         Decoding(target, LoadedDrafter(Plain(num_nodes)), 8, new_tokens).decode(prompts).tokens
     )
+
     tokens = padded(
         [[*prompt, *row] for prompt, row in zip(prompts, expected, strict=True)],
         CONTEXT + new_tokens,
@@ -240,15 +254,15 @@ def test_the_text_does_not_depend_on_the_drafter(
             script, {"tokens": tokens, "right": jnp.zeros(tokens.shape, jnp.int32)}
         ),
     }
+
     for name, loaded in drafters.items():
         decoded = Decoding(target, loaded, 8, new_tokens).decode(prompts)
         accepted = decoded.stats.num_accepted_tokens
         drafted = decoded.stats.num_draft_tokens
         check.number(**{f"accepted of drafted, {name}": f"{accepted} of {drafted}"})
         assert decoded.tokens == expected, name
-        if (
-            name == "all right"
-        ):  # except the last round of each row, which drafts past the end of the script
+        # Except the last round of each row, which drafts past the end of the script.
+        if name == "all right":
             assert accepted >= drafted - len(prompts) * num_nodes > 0
         if name == "all wrong":
             assert drafted > 0 == accepted
@@ -258,7 +272,10 @@ def test_the_text_does_not_depend_on_the_drafter(
 def test_invariant_texts_and_bits_are_those_of_plain_decoding(
     check: Check, subject: Subject, setting: Setting, new_tokens: int
 ) -> None:
-    """As users compile: one token at a time, chains, and batches; in float32 on CPUs, where a quick run is short."""
+    """As users compile: one token at a time, chains, and batches.
+
+    On CPUs a quick run is in float32.
+    """
     compared = 0
     prompts = some_prompts(subject, 8)
     dtypes = (
@@ -268,6 +285,7 @@ def test_invariant_texts_and_bits_are_those_of_plain_decoding(
         if setting.quick
         else ("float32", "bfloat16")
     )
+
     for dtype in dtypes:
         target, head = subject.pair(dtype)
         invariant = dataclasses.replace(target, model=target.model.invariant(target.weights))

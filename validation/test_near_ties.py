@@ -1,4 +1,4 @@
-"""L4: every token in low precision is the reference's choice or a tie with it, as often as in plain decoding."""
+"""L4: tokens in low precision are the reference's choice or a tie, as in plain decoding."""
 
 from __future__ import annotations
 
@@ -26,29 +26,37 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_every_token_is_the_reference_choice_or_a_tie(
     check: Check, subject: Subject, setting: Setting, margin_dtype: str
 ) -> None:
-    """Tokens of a speculative run, judged one by one along the same text; ties no more often than without a drafter."""
+    """Tokens of a speculative run, judged one by one along the same text.
+
+    Ties are no more frequent than without a drafter.
+    """
     dtype = margin_dtype
     target, head = subject.pair(dtype)
     count, limit = _volume(setting, dtype)
     prompts = some_prompts(subject, count)
     outputs = Decoding(target, with_shape(head, CHAIN), 8, limit).decode(prompts).tokens
+
+    # Along the same text: plain decoding, and verification without a draft.
     plain = [scored.best for scored in by_blocks(target, prompts, outputs, block=1)]
     blocks = [
         scored.best
         for scored in by_blocks(target, prompts, outputs, block=CHAIN.num_speculative_tokens + 1)
     ]
+
     ours = Judged("ours", "the reference", dtype, outputs, reference(target, prompts, outputs))
     control = Judged(
         "plain", "the reference", dtype, plain, reference(target, prompts, outputs, plain)
     )
     agreed = ours.agreed
     usual = control.agreed
+
     tokens = len(ours.gaps)
     flips = int(np.sum(np.concatenate(outputs) != np.concatenate(plain)))
     noise = Control(
         flips=int(np.sum(np.concatenate(blocks) != np.concatenate(plain))), tokens=tokens
     )
     disagreements_allowed = Control(usual.disagreements, tokens).allowed(tokens)
+
     largest = (
         {"largest_gap": float(ours.gaps.max())}
         if dtype == "float32"
@@ -67,6 +75,7 @@ def test_every_token_is_the_reference_choice_or_a_tie(
         texts_that_part=sum(position is not None for position in first_differences(outputs, plain)),
         **largest,
     )
+
     assert not ours.wrong, (
         f"{ours.wrong} tokens are too far below the reference's choice for any rounding"
     )

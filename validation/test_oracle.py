@@ -1,4 +1,4 @@
-"""L8 and HF: the rules of vLLM and of transformers, given the drafts, logits and uniforms of ``eagle3 oracle``."""
+"""L8 and HF: the rules of vLLM and of transformers on the cases of ``eagle3 oracle``."""
 
 from __future__ import annotations
 
@@ -80,10 +80,12 @@ def test_vllms_engine_writes_and_accepts_what_the_oracle_says(
         speculative=speculative,
         first_runner=True,
     )
+
     starts = case["prompt_length"]
     prompts = [text[:start].tolist() for text, start in zip(case["text"], starts, strict=True)]
     output = vllm_process.engine(options).generate(prompts, max_new_tokens=24)
     check.number(rounds=case["num_accepted"].size, accepted=int(case["num_accepted"].sum()))
+
     for row, completion in enumerate(output.completions):
         written = case["text"][row, starts[row] : case["length"][-1, row]].tolist()
         assert completion.tokens[: len(written)] == written
@@ -115,6 +117,7 @@ def test_transformers_speculative_sampling_decides_as_the_oracle(
             )
             verdicts[f"{name}.num_accepted"][row] = accepted
             verdicts[f"{name}.next_token"][row] = token
+
     np.savez(tmp_path / "verdicts.npz", **verdicts)
     assert compare(check, folder, tmp_path / "verdicts.npz") == []
 
@@ -123,7 +126,10 @@ ROW = ("tokens", "valid", "q", "p", "accept", "choose")
 
 
 def transformers_decides(row: dict[str, np.ndarray]) -> tuple[int, int]:
-    """Returns the accepted count and the next token of one draft. Distributions are given as their logarithms."""
+    """Returns the accepted count and the next token of one draft.
+
+    Distributions are given as their logarithms.
+    """
     import torch
     from transformers.generation import utils
 

@@ -48,6 +48,7 @@ def draft(
     output = loop.target(
         params.target, tokens, positions, causal_mask(width), aux_layers=loop.drafter.aux_layers
     )
+
     root = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)[:, 0]
     seen = Observation(tokens=tokens, features=output.features, length=length - 1, next_token=root)
     state = loop.drafter.observe(
@@ -79,12 +80,14 @@ def test_vllm_accepts_what_we_accept_from_our_own_drafter(
     decoder = SpeculativeDecoder(target, drafter, num_speculative_tokens=K, stop_tokens=())
     prompts = [prompt[-CONTEXT:] for prompt in subject.prompt_tokens[:8]]
     options = EngineOptions(model=str(subject.target_directory), max_num_seqs=ROWS)
+
     plain = vllm_process.engine(options).generate(prompts, max_new_tokens=MAX_NEW_TOKENS)
     speculating = EngineOptions(
         model=options.model, max_num_seqs=ROWS, speculative={"num_speculative_tokens": K}
     )
     engine = vllm_process.engine(speculating, propose=proposer(decoder))
     compared = parity(decoder, engine, prompts, max_new_tokens=MAX_NEW_TOKENS, batch_size=ROWS)
+
     theirs = compared.theirs
     check.number(
         prompts=len(prompts),

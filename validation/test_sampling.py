@@ -1,4 +1,4 @@
-"""L6: sampled tokens of the shipped pair follow the target's distribution, at every index of a round.
+"""L6: sampled tokens of the shipped pair follow the target, at every index of a round.
 
 ``p`` comes from transformers, teacher-forced, with its warpers. The control is plain sampling under
 the same statistics: if rounding could fail them, it would fail there first.
@@ -57,6 +57,7 @@ def test_sampled_tokens_follow_the_targets_distribution_with(check: Check, metho
             for name, value in method_sample.acceptance_length.items()
         },
     )
+
     check.sees = (
         "probabilities that deviate in the direction of a tested score, by"
         f" {100 * smallest_shift(max(judged.judged), MOST_Z):.1f} % rms over all tokens, by"
@@ -68,7 +69,7 @@ def test_sampled_tokens_follow_the_targets_distribution_with(check: Check, metho
 
 @pytest.mark.not_quick  # it samples with two more methods
 def test_sampled_drafts_are_accepted_more_often_than_the_likeliest(check: Check) -> None:
-    """At a high temperature; the reason to have them. ``Σ min(p, q)`` against ``p`` of one token."""
+    """At a high temperature: ``Σ min(p, q)`` is more than ``p`` of one token."""
     sampled, likeliest = (
         sample(name).acceptance_length
         for name in (f"a chain of {K} sampled tokens", f"a chain of {K} likeliest tokens")

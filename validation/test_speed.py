@@ -97,8 +97,8 @@ def plan_of(setting: Setting) -> Plan:
     shapes = plan.random_shapes[:2]
     new_tokens = min(plan.new_tokens, 24)
     return dataclasses.replace(
-        plan, batches=(1,), chains=(3,), vllm_chains=(3,), tree=None, new_tokens=new_tokens, repeats=2,
-        random_shapes=shapes, random_batches=(1,),
+        plan, batches=(1,), chains=(3,), vllm_chains=(3,), tree=None, new_tokens=new_tokens,
+        repeats=2, random_shapes=shapes, random_batches=(1,),
     )  # fmt: skip
 
 
@@ -140,6 +140,7 @@ def test_speed(
     if model != "pair":
         _random_model(check, setting, plan, model, batch)
         return
+
     dtype = subject.dtypes[0]
     pair = subject.pair(dtype)
     contenders: list[Contender] = [chain(pair, dtype, length) for length in (0, *plan.chains)]
@@ -150,6 +151,7 @@ def test_speed(
     )
     if not setting.gpu and batch == 1:
         contenders.append(chain(subject.pair("float32"), "float32", 0))
+
     missing: list[list[Any]] = []
     contenders += transformers_or_why_not(subject, batch, setting, missing)
     prompts = some_prompts(subject, max(batch, 4))
@@ -158,7 +160,7 @@ def test_speed(
 
 
 def _random_model(check: Check, setting: Setting, plan: Plan, name: str, batch: int) -> None:
-    """A shape whose weights mean nothing, at an acceptance that is given: what a round costs is the real model's."""
+    """A shape with random weights, at simulated acceptance: rounds cost what they would."""
     shape = shape_named(name)
     if not setting.rehearsal:
         needed = bytes_needed(shape, batch=batch, capacity=2 * (CONTEXT + plan.new_tokens))
@@ -166,6 +168,7 @@ def _random_model(check: Check, setting: Setting, plan: Plan, name: str, batch: 
         if reason is not None:
             check.table("Speed", COLUMNS, [not_run(name, "bfloat16", batch, reason)])
             pytest.skip(f"{name} at batch {batch}: {reason}")
+
     pair = random_pair(name)
     tokens = np.random.default_rng(0).integers(0, shape.vocab_size, (batch, CONTEXT)).tolist()
     contenders: list[Contender] = [
@@ -180,6 +183,7 @@ def _random_model(check: Check, setting: Setting, plan: Plan, name: str, batch: 
     if plan.tree is not None:
         simulated = SimulatedAcceptance.of_conditional_rate(ACCEPTED, plan.tree.max_depth)
         contenders.append(tree(pair, "bfloat16", plan.tree, simulated))
+
     title = f"{name}, random weights, each draft token accepted with probability {ACCEPTED}: "
     amounts = plan.measured(contenders, setting)
     measure_and_keep(check, contenders, tokens, batch=batch, cost_rounds=16, title=title, **amounts)
@@ -206,7 +210,7 @@ def engine(vllm: VLLM, subject: Subject, vllm_chain: int, plan: Plan) -> Engine:
 def test_speed_next_to_vllm(
     check: Check, subject: Subject, setting: Setting, plan: Plan, vllm_chain: int, engine: Engine
 ) -> None:
-    """vLLM holds one engine at a time, so each meets our plain decoding and our chain of its length in turn."""
+    """vLLM holds one engine, so each meets our plain decoding and our chain in turn."""
     dtype = shared_dtype(subject.dtypes[0])
     pair = subject.pair(dtype)
     name = f"vLLM eagle3 K={vllm_chain}" if vllm_chain else "vLLM plain"

@@ -1,4 +1,4 @@
-"""L9: vLLM and this library at the shape of a large model, both with random weights and acceptance by the same dice.
+"""L9: vLLM and this library at the shape of a large model, with acceptance by dice.
 
 The cost of a round does not depend on what it accepts, so no checkpoint is needed. Both engines
 must accept as many tokens as the dice say before their speeds are compared. A rehearsal has a small
@@ -60,9 +60,11 @@ def test_simulated_speed_next_to_vllm(
         needed = bytes_needed(config, batch=ROWS, capacity=2 * (CONTEXT + NEW_TOKENS))
         if reason := why_not(needed, jax.devices()[0].memory_stats()):
             pytest.skip(reason)
+
     pair = random_pair(config, precision=precision_named(dtype))
     dice = SimulatedAcceptance.of_conditional_rate(ACCEPTED, max(length, 1))
     target, head = write_shape(pair[0].model.config, pair[1].drafter.config, tmp_path, dtype=dtype)  # type: ignore[attr-defined]
+
     options = EngineOptions(
         model=str(target),
         dtype=dtype,
@@ -72,13 +74,17 @@ def test_simulated_speed_next_to_vllm(
         load_format="dummy",
         eager=not on_gpu,
     )
+
+    # A process without engines before this one.
     vllm_process.rest()  # a process without engines before this one
     ours = chain(pair, dtype, length, dice)
     name = f"vLLM K={length}, dummy weights" if length else "vLLM plain, dummy weights"
     theirs = VLLMContender(name, dtype, vllm_process.engine(options))
+
     prompts = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, CONTEXT)).tolist()
     if length:
         _check_acceptance(check, AcceptanceDistribution(dice.rates), [ours, theirs], prompts)
+
     for batch in batches:
         contenders: list[Contender] = [chain(pair, dtype, 0), *([ours] if length else []), theirs]
         measure_and_keep(
@@ -88,7 +94,10 @@ def test_simulated_speed_next_to_vllm(
             batch=batch,
             baseline=theirs.name,
             price=setting.price_per_hour,
-            title=f"{shape}, random weights, each draft token accepted with probability {ACCEPTED}, over vLLM: ",
+            title=(
+                f"{shape}, random weights, each draft token accepted with probability {ACCEPTED},"
+                " over vLLM: "
+            ),
             max_new_tokens=128 if on_gpu else 32,
             repeats=5 if on_gpu else 2,
             large=2**32 if on_gpu else 2**24,
@@ -109,12 +118,14 @@ def _check_acceptance(
         rows.append(
             [contender.name, rounds, counted.mean_acceptance_length, *distribution.scores(counted)]
         )
+
     columns = [f"z of position {position}" for position in range(len(distribution.rates))]
     check.table(
         f"Acceptance by dice, {ACCEPTED} of each token",
         ["engine", "rounds", "τ", "z of τ", *columns],
         rows,
     )
+
     rounds = min(row[1] for row in rows)
     check.number(
         rounds=rounds,
@@ -126,6 +137,7 @@ def _check_acceptance(
     check.sees = (
         f"{distribution.sees(rounds):.3f} tokens of the mean acceptance length of either engine"
     )
+
     assert all(abs(score) <= distribution.most for row in rows for score in row[3:]), (
         "an engine does not accept at the given rates"
     )

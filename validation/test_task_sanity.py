@@ -1,4 +1,4 @@
-"""L7: a benchmark's accuracy with speculation equals that without. A sanity check: the proof is in the other levels."""
+"""L7: accuracy with speculation equals that without. The proof is in other levels."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def test_accuracy_does_not_depend_on_speculation(
         prompts = questions(subject, rehearsal=setting.rehearsal)
     except ValueError as reason:
         pytest.skip(str(reason))
+
     target, head = subject.pair(subject.dtypes[0])
     new_tokens = 16 if setting.rehearsal else NEW_TOKENS
     right = []
@@ -37,6 +38,7 @@ def test_accuracy_does_not_depend_on_speculation(
         texts = [answers[number].text for number in range(len(prompts))]
         pairs = zip(texts, prompts, strict=True)
         right.append([is_right(text or "", prompt.reference or "") for text, prompt in pairs])
+
     without, with_ = right
     both = list(zip(with_, without, strict=True))
     only_with = both.count((True, False))
@@ -48,6 +50,7 @@ def test_accuracy_does_not_depend_on_speculation(
         only_right_with=only_with,
         only_right_without=only_without,
     )
+
     if only_with + only_without:
         low, high = discordant_interval(only_with, only_without)
         check.number(interval_of_the_difference=f"{low:.2f} to {high:.2f} around 0.5")

@@ -32,11 +32,10 @@ TOLERANCE = (
 
 
 def load_witness(directory: Path) -> Any:
-    """The same checkpoint in float32, in eager PyTorch, on the GPU where JAX has one too and this PyTorch sees it."""
+    """The same checkpoint in float32, in eager PyTorch; on the GPU where both have one."""
     on_gpu = jax.default_backend() != "cpu" and torch.cuda.is_available()
-    torch.set_float32_matmul_precision(
-        "highest"
-    )  # its default, which something imported may have changed
+    # Its default, which something imported may have changed.
+    torch.set_float32_matmul_precision("highest")
     witness = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32
     ).eval()
@@ -47,9 +46,9 @@ def check_forward(check: Check, witness: Any, target: LoadedTarget, prompts: lis
     """Logits of every position, and the stream entering every layer."""
     config = target.model.config  # type: ignore[attr-defined]
     assert isinstance(config, DecoderConfig)
-    layers = tuple(
-        range(config.num_layers)
-    )  # the last entry of transformers is after the final norm
+    # The last entry of transformers is after the final norm.
+    layers = tuple(range(config.num_layers))
+
     logits_apart = []
     features_apart = []
     for prompt in prompts:
@@ -57,6 +56,7 @@ def check_forward(check: Check, witness: Any, target: LoadedTarget, prompts: lis
             theirs = witness(
                 torch.tensor([prompt], device=witness.device), output_hidden_states=True
             )
+
         positions = jnp.arange(len(prompt), dtype=jnp.int32)[None]
         output = target.model(
             target.params,
@@ -72,6 +72,7 @@ def check_forward(check: Check, witness: Any, target: LoadedTarget, prompts: lis
             relative_difference(output.features[:, :, layer], theirs.hidden_states[layer])
             for layer in layers
         ]
+
     largest = {"logits_apart": max(logits_apart), "features_apart": max(features_apart)}
     check.number(positions=sum(map(len, prompts)), layers=len(layers), **largest)
     assert max(largest.values()) < TOLERANCE, largest
@@ -109,6 +110,7 @@ def test_greedy_text_equals_transformers(check: Check, subject: Subject, setting
     agreed = Judged(
         "transformers", "us", "float32", theirs, reference(target, prompts, theirs)
     ).agreed
+
     decoder = SpeculativeDecoder(target, drafter, num_speculative_tokens=5, stop_tokens=())
     ours = decoder.generate(prompts, max_new_tokens=64).tokens
     same = sum(our_text == their_text for our_text, their_text in zip(ours, theirs, strict=True))
@@ -119,6 +121,7 @@ def test_greedy_text_equals_transformers(check: Check, subject: Subject, setting
         ties=agreed.ties,
         largest_gap=agreed.largest_gap,
     )
+
     assert not agreed.disagreements, (
         "transformers wrote a token that is neither our choice nor a tie"
     )

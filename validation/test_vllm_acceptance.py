@@ -58,6 +58,7 @@ class Comparison:
             max_num_seqs=BATCH,
             first_runner=inside,
         )
+
         decoder = SpeculativeDecoder(
             *pair, num_speculative_tokens=num_speculative_tokens, stop_tokens=()
         )
@@ -80,10 +81,11 @@ class Comparison:
         )
 
     def acceptance(self, check: Check) -> None:
-        """Tokens, accepted counts of every round of every request, and all counters must be equal."""
+        """Tokens, accepted counts of every round, and all counters must be equal."""
         compared = parity(
             self.decoder, self.engine, self.prompts, max_new_tokens=NEW_TOKENS, batch_size=BATCH
         )
+
         check.number(
             prompts=len(compared.ours),
             tokens=sum(len(row.tokens) for row in compared.ours),
@@ -98,6 +100,7 @@ class Comparison:
                 for name, (our_count, theirs) in compared.counters.items()
             ],
         )
+
         assert compared.difference is None, compared.difference
 
     def internals(self, check: Check, count: int) -> None:
@@ -113,11 +116,13 @@ class Comparison:
             )
             for prompt in self.prompts[:count]
         ]
+
         check.number(
             rounds_compared_inside=sum(prompt_closeness.rounds for prompt_closeness in closeness),
             features_apart=max(prompt_closeness.features for prompt_closeness in closeness),
             draft_logits_apart=max(prompt_closeness.logits for prompt_closeness in closeness),
         )
+
         assert all(prompt_closeness.rounds for prompt_closeness in closeness), (
             "nothing was recorded inside vLLM, so nothing was compared"
         )

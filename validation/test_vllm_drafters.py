@@ -1,4 +1,4 @@
-"""L8 for every other drafting method that vLLM's CPU build runs: equal counts in every round, heads that are trained.
+"""L8 for every other drafting method that vLLM's CPU build runs: equal counts.
 
 There are no counts of what it does not run: trees, typical acceptance, DSpark, suffix decoding,
 DeepSeek's MTP, block verification. Their distributions are enumerated and their networks compared
@@ -47,6 +47,7 @@ def test_every_method_accepts_what_vllm_accepts(
     live = compared(method.drafter(target, tmp_path))
     wrong = compared(method.drafter(target, tmp_path, wrong=True))
     recorded = dataclasses.replace(live, theirs=drafters.recorded(name))
+
     check.number(
         tokens=sum(len(row.tokens) for row in live.ours),
         rounds=int(live.stats.num_drafts),
@@ -54,6 +55,7 @@ def test_every_method_accepts_what_vllm_accepts(
         **{f"with {method.error}": wrong.stats.mean_acceptance_length},
         **({} if shipped is None else {"vLLM as shipped": mean_acceptance_length(shipped)}),
     )
+
     assert live.difference is None, live.difference
     assert recorded.difference is None, f"vLLM's recorded run is another: {recorded.difference}"
     assert mean_acceptance_length(theirs) > method.least, (

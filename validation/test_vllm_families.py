@@ -1,4 +1,4 @@
-"""L5 and L8 for every family of targets that vLLM's CPU build runs, with heads that are trained for them."""
+"""L5 and L8 for every family of targets that vLLM's CPU build runs, with trained heads."""
 
 from __future__ import annotations
 
@@ -55,10 +55,12 @@ def test_a_target_of_the_family_agrees_with_vllm(check: Check, tried: Trials, na
     ]
     columns = ["written by", "scored by", "tokens", "ties", "disagreements", "largest gap"]
     check.table(FAMILIES[name].dtype, columns, rows)
+
     ties = sum(row[3] for row in rows)
     check.number(
         tokens=sum(row[2] for row in rows), ties=ties, disagreements=sum(row[4] for row in rows)
     )
+
     assert not any(row[4] for row in rows), (
         f"tokens that are neither the other's choice nor a tie: {rows}"
     )
@@ -83,7 +85,7 @@ def test_a_draft_for_the_family_is_accepted_as_in_vllm(
 
 
 def _wrong(drafter: LoadedDrafter | NGram) -> LoadedDrafter | NGram:
-    """The same drafter with an error: features of other layers, or the latest occurrence instead of the earliest."""
+    """The same drafter with an error: other layers, or the latest occurrence of an n-gram."""
     if isinstance(drafter, NGram):
         return dataclasses.replace(drafter, earliest=False)
     network: Any = drafter.drafter

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.level("L5")
 
 
 COLUMNS = [
-    "written by", "scored by", "tokens", "its choice", "ties", "disagreements", "largest gap", "text as vLLM's", "A/A",
+    "written by", "scored by", "tokens", "its choice", "ties", "disagreements", "largest gap",
+    "text as vLLM's", "A/A",
 ]  # fmt: skip
 
 
@@ -45,11 +46,13 @@ def keep(check: Check, compared: BothDirections) -> None:
             round(agreed.largest_gap, 6),
         ]
         rows.append([judged.by, judged.scored_by, *counted, shared, own_control])
+
     dtype = compared.ours[0].dtype
     prompts = len(compared.plain)
     check.table(
         f"{dtype}, {prompts} prompts of up to {max(map(len, compared.plain))} tokens", COLUMNS, rows
     )
+
     # Texts that agree are scored many times over; what is new in one is a token after a text that
     # no other has.
     distinct = {
@@ -65,6 +68,7 @@ def keep(check: Check, compared: BothDirections) -> None:
         ties=sum(row[4] for row in rows),
         prompts=prompts,
     )
+
     if dtype != "float32":
         _keep_noise(check, compared)
     assert not compared.unexplained, "; ".join(compared.unexplained)
@@ -82,6 +86,7 @@ def _keep_noise(check: Check, compared: BothDirections) -> None:
                 f"{name}_allowed": noise.allowed(tokens, times=ENGINES),
             }
         )
+
     rates = [
         compared.noise(verdict).sees(tokens, times=ENGINES)
         for verdict in (Agreement.TIE, Agreement.DISAGREE)
@@ -120,7 +125,7 @@ def test_the_pair_agrees_with_vllm_token_for_token(
 def test_the_pair_agrees_with_vllm_in_bfloat16_but_for_ties(
     check: Check, vllm: VLLM, subject: Subject, setting: Setting
 ) -> None:
-    """As many tokens as the device decodes in a minute: the more there are, the smaller the deviation that shows."""
+    """As many tokens as the device decodes in a minute: more of them show more."""
     count, limit, singly = (
         (8, 32, 0) if setting.quick else (56, 128, 8) if setting.on_gpu else (24, 48, 8)
     )
@@ -146,6 +151,7 @@ def test_a_random_model_of_an_odd_shape_agrees_with_vllm(
         "prompt_lookup_max": 3,
         "prompt_lookup_min": 1,
     }
+
     compared = both_directions(
         vllm,
         directory,

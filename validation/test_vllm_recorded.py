@@ -39,7 +39,8 @@ recorded_pairs = pytest.mark.parametrize(
 
 
 COLUMNS = [
-    "method", "prompts", "tokens", "texts that part", "ties of ours", "ties of vLLM's", "disagreements", "largest gap",
+    "method", "prompts", "tokens", "texts that part", "ties of ours", "ties of vLLM's",
+    "disagreements", "largest gap",
 ]  # fmt: skip
 
 
@@ -69,6 +70,7 @@ def test_texts_are_equal_but_for_ties(check: Check, setting: Setting, name: str)
     rows = rows_of(name, setting)
     texts = [in_float32(name, method, rows) for method in (QUICK if setting.quick else METHODS)]
     keep(check, texts)
+
     unexplained = [
         f"{judged.by}: {judged.agreed.disagreements} tokens are neither our choice nor tied with it"
         for text in texts
@@ -87,6 +89,7 @@ def test_texts_in_bfloat16_differ_no_more_than_rounding_explains(
     target, head = loaded(name, "bfloat16")
     rows = rows_of(name, setting)
     prompts = [recording.prompts[row] for row in rows]
+
     texts = []
     plain: list[Tokens] = []
     for method in METHODS if setting.on_gpu and not setting.quick else QUICK:
@@ -99,6 +102,8 @@ def test_texts_in_bfloat16_differ_no_more_than_rounding_explains(
             )
         )
     keep(check, texts)
+
+    # Plain decoding in bfloat16 departs from its own choice too; that is what is allowed.
     control = Judged("ours, plain", "us", "bfloat16", plain, reference(target, prompts, plain))
     unexplained = []
     for judged in [control, *(side for text in texts for side in (text.ours, text.theirs))]:
@@ -108,6 +113,7 @@ def test_texts_in_bfloat16_differ_no_more_than_rounding_explains(
             )
         for verdict in (Agreement.TIE, Agreement.DISAGREE):
             unexplained += too_many(judged, verdict, control.control(verdict))
+
     noise = control.control(Agreement.TIE)
     most = max(
         side.control(Agreement.TIE).flips for text in texts for side in (text.ours, text.theirs)
@@ -122,6 +128,7 @@ def test_texts_in_bfloat16_differ_no_more_than_rounding_explains(
         f"in bfloat16 a token more than {WRONG_ULPS:g} units below the choice, "
         f"{noise.sees(tokens, times=ENGINES):.1%} of tokens that are not the choice"
     )
+
     assert not unexplained, "; ".join(unexplained)
 
 
@@ -136,6 +143,7 @@ def test_log_probabilities_are_equal(check: Check, name: str) -> None:
         np.abs(np.array([text.log_probs, text.highest]) - pair).max()
         for text, pair in zip(texts, ours, strict=True)
     ]
+
     check.numbers["compared with"] = RECORDED
     check.number(
         texts=len(texts),
@@ -152,7 +160,7 @@ def test_log_probabilities_are_equal(check: Check, name: str) -> None:
 def test_every_round_drafts_and_accepts_what_was_recorded(
     check: Check, setting: Setting, name: str
 ) -> None:
-    """In float32. After a tie of draft tokens or of the target's, rounds of that text are not compared."""
+    """In float32. After a tie, rounds of that text are not compared."""
     rows = rows_of(name, setting)
     table = []
     unexplained = []
@@ -164,6 +172,7 @@ def test_every_round_drafts_and_accepts_what_was_recorded(
         for row, ours, parted_at in zip(rows, played(name, method, rows), text.places, strict=True):
             if parted_at is None:
                 rounds.compare(name, method, row, ours)
+
         unexplained += rounds.unexplained
         # Rounds of a text that parts are left out, which only a tie may do.
         if disagreements := text.ours.agreed.disagreements + text.theirs.agreed.disagreements:
@@ -174,10 +183,12 @@ def test_every_round_drafts_and_accepts_what_was_recorded(
             unexplained.append(
                 f"{method}: nothing was accepted, so that equal counts prove nothing"
             )
+
         mean_length = 1 + rounds.accepted / max(rounds.compared, 1)
         table.append(
             [method, len(rows), rounds.compared, mean_length, text.num_parted, rounds.ties]
         )
+
     check.numbers["compared with"] = RECORDED
     columns = [
         "method",
@@ -192,6 +203,7 @@ def test_every_round_drafts_and_accepts_what_was_recorded(
     check.number(
         prompts=len(rows), rounds=totals[0], texts_that_part=totals[1], tied_drafts=totals[2]
     )
+
     assert not unexplained, "; ".join(unexplained)
 
 
@@ -202,12 +214,14 @@ def test_the_recording_is_what_vllm_writes(check: Check, vllm_process: Process, 
     """Tokens and rounds of a few prompts are those of the recording, for each method."""
     if vllm_process.versions["device"] != "cpu":
         pytest.skip(f"{RUN}: the recording is of a CPU, and on a GPU float32 rounds differently")
+
     loaded(name, "float32")
     recording = Recording.of(name)
     rows = range(0, len(recording.prompts), -(-len(recording.prompts) // RUN_AGAIN))
     prompts = [recording.prompts[row] for row in rows]
     table = []
     different = []
+
     with directory_for_vllm(PAIRS[name]) as target:
         for method in METHODS:
             options = dataclasses.replace(options_of(method, target, PAIRS[name].head), eager=True)
@@ -219,6 +233,7 @@ def test_the_recording_is_what_vllm_writes(check: Check, vllm_process: Process, 
                 [method, len(prompts), sum(len(row.tokens) for row in again), rounds, num_equal]
             )
             different += [method] * (num_equal < len(prompts))
+
     check.table(
         f"{RUN}, next to {RECORDED}",
         ["method", "prompts", "tokens", "rounds", "equal in tokens and rounds"],

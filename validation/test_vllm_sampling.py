@@ -1,4 +1,4 @@
-"""L6, with vLLM: the distribution of a sampled token under speculation, in vLLM and here, against the target's own.
+"""L6, with vLLM: sampled tokens under speculation follow the target, here and there.
 
 The CPU build of vLLM 0.32 samples wrongly under speculation (see ``ProcessEngine.repaired``). The
 test must find that out by itself, says so in the report, and compares with vLLM repaired.
@@ -28,6 +28,7 @@ def test_a_verified_token_follows_the_targets_distribution_here_and_in_vllm(
         ["sampled by", "total variation", "p (chi-square)", "p (G)"],
         [[name, round(fit.distance, 4), fit.chi_square, fit.g_test] for name, fit in fits.items()],
     )
+
     wrong = not second_token.follows(fits.pop(SHIPPED))
     sees = max(smallest_deviation(fit.draws, fit.degrees, alpha=ALPHA) for fit in fits.values())
     check.sees = f"{sees:.0%} rms of the probabilities of the second token"
@@ -35,6 +36,7 @@ def test_a_verified_token_follows_the_targets_distribution_here_and_in_vllm(
         draws=DRAWS,
         vllm_as_shipped="samples wrongly under speculation" if wrong else "samples rightly",
     )
+
     for name, fit in fits.items():
         assert second_token.follows(fit), f"{name} does not follow the target's distribution"
     if vllm_process.versions["device"] != "cpu":

@@ -46,5 +46,6 @@ def test_a_server_accepts_what_we_accept(check: Check, address: str, subject: Su
     assert all(completion.accepted for completion in theirs.completions), (
         "the server tells nothing of single rounds"
     )
+
     scored = comparison.engine.score(comparison.prompts[:2], theirs.outputs)
     assert all(rank == 1 for completion in scored for rank in completion.rank)

@@ -14,7 +14,6 @@ from eagle3_jax.theory.bounds import round_bound
 from eagle3_jax.theory.known_models import KNOWN_MODELS
 from eagle3_jax.theory.memory import Deployment
 from eagle3_jax.theory.speedup import tau_from_conditional_rate
-from validation.aot.record import load
 from validation.aot.table import tabulate_models
 
 K = 4
@@ -54,4 +53,4 @@ def bound() -> str:
 
 def compiled() -> str:
     """Writes the programs of complete models."""
-    return tabulate_models(load(), "cuda:h200")
+    return tabulate_models("cuda:h200")

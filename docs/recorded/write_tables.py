@@ -20,6 +20,8 @@ import support
 import validated
 from page_tables import HERE, ROOT
 
+from validation.aot.table import launches
+
 
 def tables() -> dict[str, dict[str, str]]:
     """Returns the tables of each page by the names of their marks."""
@@ -41,6 +43,7 @@ def tables() -> dict[str, dict[str, str]]:
             "chat model": gpu.chat_model(),
             "weights": gpu.weights(),
             "price": gpu.price(),
+            "compiled": launches(),
         },
         "docs/methods/index.md": {
             "what they are": methods.what_they_are(),

@@ -19,7 +19,10 @@ from validation.margin import (
 
 
 def test_the_unit_is_the_step_of_the_grid() -> None:
-    """Every positive finite bfloat16 and its neighbour; negative numbers, and those between, have the same steps."""
+    """Every positive finite bfloat16 and its neighbour.
+
+    Negative numbers, and numbers between those of the grid, have the same steps.
+    """
     grid = np.arange(0x7F80, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float64)
     assert np.array_equal(bfloat16_ulp(grid[:-1]), np.diff(grid))
     assert bfloat16_ulp([np.nextafter(np.float32(2), np.float32(0)), 15.99, -16.0]).tolist() == [
@@ -27,12 +30,6 @@ def test_the_unit_is_the_step_of_the_grid() -> None:
         0.0625,
         0.125,
     ]
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_has_no_unit(value: float) -> None:
-    with pytest.raises(ValueError, match="not finite"):
-        bfloat16_ulp([1.0, value])
 
 
 def test_the_tolerance_follows_the_highest_logit_and_the_type() -> None:
@@ -56,12 +53,6 @@ def test_a_token_is_classified(gap: float, rank: int, verdict: Agreement) -> Non
     assert classify([gap], [rank], tie_tolerance([20.0], "bfloat16")).tolist() == [verdict]
 
 
-@pytest.mark.parametrize("gap", [-0.1, math.nan])
-def test_a_gap_that_is_none_is_refused(gap: float) -> None:
-    with pytest.raises(ValueError, match="never below 0"):
-        classify([gap], [1], [0.25])
-
-
 @pytest.mark.parametrize("flips", [0, 10])
 def test_a_control_allows_for_the_flips_that_it_could_have_missed_once_in_a_million_runs(
     flips: int,
@@ -74,7 +65,11 @@ def test_a_control_allows_for_the_flips_that_it_could_have_missed_once_in_a_mill
     assert math.isclose(seen, 0.01)
     mean = 2 * 500 * rate
     allowed = control.allowed(500, times=2)
-    exceeds = lambda count: math.fsum(
-        math.exp(-mean) * mean**k / math.factorial(k) for k in range(count + 1, 120)
-    )
+
+    def exceeds(count: int) -> float:
+        """Probability that a Poisson variable exceeds a count."""
+        return math.fsum(
+            math.exp(-mean) * mean**k / math.factorial(k) for k in range(count + 1, 120)
+        )
+
     assert exceeds(allowed) <= 1e-6 < exceeds(allowed - 1)

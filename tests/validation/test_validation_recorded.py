@@ -1,4 +1,4 @@
-"""The comparison with recorded vLLM: what differs is found, and a tie is told apart from an error."""
+"""The comparison with recorded vLLM finds what differs, and tells a tie from an error."""
 
 from __future__ import annotations
 

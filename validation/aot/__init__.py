@@ -1,1 +1,1 @@
-"""What the programs of the loop become on accelerators that are not here: compiled ahead of time, from shapes alone."""
+"""Programs of the loop, compiled ahead of time for accelerators that are not present."""

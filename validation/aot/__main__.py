@@ -1,9 +1,10 @@
-"""Compiles the programs of the loop for an accelerator that is not present, and prints their counts.
+"""Compiles programs for an accelerator that is not present, and prints their counts.
 
-python -m validation.aot --platform cuda:h200 --draft chain5 tree60 --program step      # per layer,
-from two depths python -m validation.aot --platform cuda:h200 --program generate --layers all
-# the complete model python -m validation.aot --batch 8 --record validation/results/aot.json python
--m validation.aot --table validation/results/aot.json                            # docs/gpu.md
+From two depths, for the cost of a layer, or from a complete model::
+
+    python -m validation.aot --platform cuda:h200 --draft chain5 tree60 --program step
+    python -m validation.aot --platform cuda:h200 --program generate --layers all
+    python -m validation.aot --batch 8 --record validation/results/aot.json
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from pathlib import Path
 from eagle3_jax.measure.environment import git
 from eagle3_jax.measure.tables import flat, show
 from eagle3_jax.models.quantised import WEIGHTS
-from validation.aot import table
 from validation.aot.platforms import NotHere
 from validation.aot.programs import OPTIONS, PROGRAMS, Case
 from validation.aot.record import DEPTHS, measured, save
@@ -49,6 +49,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         default=["chain5"],
         help="plain, plain6 (blocks), chain5 (K), never5, tree60 (nodes)",
     )
+
     add("--batch", nargs="+", type=int, default=[1], metavar="B")
     add("--program", nargs="+", default=["step"], choices=PROGRAMS)
     add("--sampled", action="store_true", help="rows have temperatures")
@@ -80,7 +81,6 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help="write the rows in place of those of the same programs",
     )
-    add("--table", type=Path, metavar="FILE", help="only print a record as Markdown")
     return parser.parse_args(arguments)
 
 
@@ -88,10 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command; a wrong option and a missing compiler are one line on stderr, and 2."""
     options = _options(arguments)
     try:
-        if options.table:
-            print(table.page(options.table), end="")
-        else:
-            _measure(options)
+        _measure(options)
     except (NotHere, ValueError, RuntimeError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 2
@@ -102,9 +99,11 @@ def _measure(options: argparse.Namespace) -> None:
     if options.layers not in ("", "all") and not options.layers.isdigit():
         raise ValueError(f"--layers is {options.layers!r}; expected a number of layers, or all")
     depths = [None] if options.layers else DEPTHS
+
     same = ("sampled", "capacity", "prompt", "mesh", "weights", "options", "invariant")
     fixed = {name: getattr(options, name) for name in same}
     fixed["layers"] = int(options.layers) if options.layers.isdigit() else None
+
     names = ("platform", "target", "draft", "batch", "program")
     for values in itertools.product(*(getattr(options, name) for name in names)):
         row, text = measured(Case(**fixed | dict(zip(names, values, strict=True))), depths)
@@ -114,6 +113,7 @@ def _measure(options: argparse.Namespace) -> None:
             facts |= {"launches_a_layer": row.per_layer(), "launches_outside": row.outside()}
         for name, value in flat(facts):
             print(f"  {name}: {show(value)}", flush=True)
+
         if options.hlo:
             options.hlo.write_text(text, encoding="utf-8")
         if options.record:

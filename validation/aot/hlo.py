@@ -1,4 +1,4 @@
-"""Counts in the text of a compiled program: launches, copies, collectives, and work of the host.
+"""Counts in the text of a compiled program: launches, copies, and work of the host.
 
 The text of the optimized HLO is the only public form of a compiled program. Nothing here knows
 about decoding.
@@ -6,7 +6,6 @@ about decoding.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import math
@@ -26,22 +25,18 @@ _CALLED = re.compile(
 )
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
-COLLECTIVES = frozenset(
-    ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast",
-     "ragged-all-to-all")
-)  # fmt: skip
 # Instructions without cost: they name arrays that exist already.
 _FREE = frozenset(
-    ("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all", "opt-barrier", "add-dependency",
-     "replica-id", "partition-id", "domain")
+    ("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all", "opt-barrier",
+     "add-dependency", "replica-id", "partition-id", "domain")
 )  # fmt: skip
 # Instructions that only choose the next computation. A fusion is one kernel, whatever it calls.
 _CONTROL = frozenset(("while", "conditional", "call", "async-start"))
 _COPIES = frozenset(("copy", "copy-start", "transpose", "bitcast-convert"))
 # A fusion of nothing else moves or relabels an array.
 _MOVES = frozenset(
-    ("parameter", "constant", "copy", "transpose", "bitcast", "bitcast-convert", "convert", "reshape", "tuple",
-     "get-tuple-element")
+    ("parameter", "constant", "copy", "transpose", "bitcast", "bitcast-convert", "convert",
+     "reshape", "tuple", "get-tuple-element")
 )  # fmt: skip
 _UPDATES = frozenset(("scatter", "dynamic-update-slice"))
 _TRANSFERS = frozenset(("infeed", "outfeed", "send", "recv"))
@@ -121,7 +116,7 @@ class Instruction:
         return int(self.attribute(r"index=(\d+)"))
 
     def attribute(self, pattern: str | re.Pattern[str]) -> str:
-        """Returns the first group of a pattern in the operands and attributes; empty if it is not there."""
+        """Returns the first group of a pattern in operands and attributes, if any."""
         match = re.search(pattern, self.operands)
         return match[1] if match else ""
 
@@ -188,7 +183,7 @@ class Module:
         return called + re.findall(r"[\w.\-]+", instruction.attribute(_BRANCHES))
 
     def trip_count(self, instruction: Instruction) -> int | None:
-        """Returns the trip count of a ``while``; ``None`` if it is unknown, and for other instructions.
+        """Returns the trip count of a ``while``; ``None`` if unknown, and for other instructions.
 
         GPU programs contain it. In TPU programs it is the constant that a counter is compared with.
         """
@@ -196,6 +191,7 @@ class Module:
             return None
         if known := instruction.attribute(r'"known_trip_count":\{"n":"(\d+)"\}'):
             return int(known)
+
         condition = self.computations[instruction.attribute(r"condition=%?([\w.\-]+)")]
         by_op = {step.op: step for step in condition}
         if len(condition) != 4 or by_op.keys() != {
@@ -205,6 +201,7 @@ class Module:
             "parameter",
         }:
             return None
+
         limit = by_op["constant"].attribute(r"^(\d+)\)")
         return int(limit) if limit and "direction=LT" in by_op["compare"].operands else None
 
@@ -227,6 +224,7 @@ class Module:
             raise ValueError(
                 "the program has no loop without a known trip count, so none of rounds"
             )
+
         trips = (
             [step for called in self._called(loop) for step in self.steps(called)] for loop in loops
         )
@@ -236,11 +234,6 @@ class Module:
         """Returns the instructions in a fusion; none for other instructions."""
         is_fusion = instruction.op in ("fusion", "fusion-start")
         return self.computations[instruction.attribute(_CALLED)] if is_fusion else []
-
-    def collectives(self, instruction: Instruction) -> list[str]:
-        """Returns the collectives in an instruction; since jax 0.11 an all-reduce on GPUs is in a fusion."""
-        ops = (part.op.removesuffix("-start") for part in (instruction, *self.fused(instruction)))
-        return [op for op in ops if op in COLLECTIVES]
 
     def copies(self, instruction: Instruction) -> bool:
         """Whether an instruction only moves or relabels an array."""
@@ -260,18 +253,14 @@ class Module:
 class Counts:
     """Counts of one round, or of a program without a loop of rounds."""
 
-    launches: int = (
-        0  #: Kernels, copies and library calls; loops are unrolled by known trip counts.
-    )
+    #: Kernels, copies and library calls; loops are unrolled by known trip counts.
+    launches: int = 0
     #: Conditionals, and loops without a known trip count: a GPU asks the host which way to go.
     decisions: int = 0
     host: int = 0  #: Transfers from and to the host, and calls into it, in the whole program.
     #: Instructions that write a whole cache, or the embedding, instead of updating it in place.
     cache_writes: int = 0
     copied: int = 0  #: Bytes in all copies of a MiB and more.
-    collectives: dict[str, int] = dataclasses.field(default_factory=dict)  #: Number of each kind.
-    cache_collectives: int = 0  #: Collectives of an array of a cache's shape.
-    cycles: int = 0  #: The TPU compiler's own estimate; 0 elsewhere.
 
 
 def count(text: str, shapes: Iterable[tuple[int, ...]], *, rounds: bool = False) -> Counts:
@@ -285,29 +274,25 @@ def count(text: str, shapes: Iterable[tuple[int, ...]], *, rounds: bool = False)
     module = Module.parse(text)
     program = list(module.steps(module.entry))
     caches = {_sorted(shape) for shape in shapes}
-    collectives: collections.Counter[str] = collections.Counter()
     counts = Counts(
         host=sum(times for step, times in program if step.is_launched and step.uses_host)
     )
+
     for instruction, times in module.round_steps() if rounds else program:
         if module.is_open_loop(instruction) or instruction.op == "conditional":
             counts.decisions += times
         if not instruction.is_launched:
             continue
+
         counts.launches += times
-        counts.cycles += times * int(instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0)
         written = instruction.written
+        # A collective that sends a cache to other devices writes all of it too.
         writes_cache = any(_sorted(array.dims) in caches for array in written)
-        kinds = module.collectives(instruction)
-        for kind in kinds:
-            collectives[kind] += times
-        if kinds:
-            counts.cache_collectives += times * writes_cache
-        elif not module.updates_in_place(instruction):
-            counts.cache_writes += times * writes_cache
+        if writes_cache and not module.updates_in_place(instruction):
+            counts.cache_writes += times
         if module.copies(instruction):
             counts.copied += times * sum(array.size for array in written if array.size >= _LARGE)
-    counts.collectives = dict(collectives)
+
     return counts
 
 

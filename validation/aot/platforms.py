@@ -23,7 +23,7 @@ _TPU = re.compile(r"v\d\w*:\d+x\d+(x\d+)?")
 
 
 class NotHere(Exception):
-    """The compiler for a platform is not installed, or is not of JAX's version; one line says what to do."""
+    """The compiler for a platform is missing, or of another JAX; one line says what to do."""
 
 
 class Platform(NamedTuple):
@@ -50,7 +50,7 @@ class Platform(NamedTuple):
 
     @property
     def wheels(self) -> dict[str, str]:
-        """The version of each distribution that the installed JAX needs, as ``0.10.2`` or ``0.0.42.*``."""
+        """The version of each distribution that JAX needs, as ``0.10.2`` or ``0.0.42.*``."""
         if self.kind == "cuda":
             return dict.fromkeys(("jax-cuda13-plugin", "jax-cuda13-pjrt"), version("jax"))
         requirements = " ".join(importlib.metadata.requires("jax") or [])
@@ -66,6 +66,7 @@ class Platform(NamedTuple):
                 wrong.append(f"{wheel} is {installed}")
         if not wrong:
             return ""
+
         pins = " ".join(f"'{wheel}=={required}'" for wheel, required in self.wheels.items())
         directory = str(plugins()).replace(str(Path.home()), "~", 1)
         return (
@@ -74,7 +75,9 @@ class Platform(NamedTuple):
         )
 
     def devices(self, count: int) -> list[Any]:
-        """Returns devices to place shapes on: GPUs as many as are needed, of a TPU at most those of its topology.
+        """Returns devices to place shapes on.
+
+        GPUs as many as are needed, of a TPU at most those of its topology.
 
         Raises:
             NotHere: The compiler is missing.
@@ -100,7 +103,7 @@ class Platform(NamedTuple):
 
 
 def plugins() -> Path:
-    """Returns where ``make aot`` puts the compilers for this version of JAX, outside every environment."""
+    """Returns where ``make aot`` puts the compilers for this JAX, outside every environment."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "eagle3-jax" / f"plugins-jax-{version('jax')}"
 

@@ -1,4 +1,4 @@
-"""The programs of the loop, compiled for an accelerator from shapes alone: no weight is ever made."""
+"""The programs of the loop, compiled for an accelerator from shapes; no weight is made."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import dataclasses
 import functools
 import math
 import re
-import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
 from eagle3_jax import load_target
@@ -86,6 +85,7 @@ class Case:
                 f"there is no draft {self.draft!r}; use plain, plain6 (in blocks of 6), chain5 (K"
                 " tokens), never5 (K tokens that are never right) or tree60 (nodes)"
             )
+
         most = self.config.num_layers
         if self.layers is not None and not 3 <= self.layers <= most:
             raise ValueError(
@@ -124,11 +124,9 @@ class Facts:
 
     layers: int  #: Layers of the target.
     counts: Counts  #: Counts of a round, or of a prefill.
-    #: Bytes on a device: ``argument``, ``output``, ``alias`` (of the output, updated in place),
-    #: ``temp``, ``peak``.
+    #: Bytes on a device: ``temp``, ``alias`` (of results, updated in place), and the ``peak``.
     memory: dict[str, int]
     state: int  #: Bytes of the state that ``step`` updates; 0 for other programs.
-    cpu_seconds: dict[str, float]  #: Seconds of all cores to ``trace``, ``lower`` and ``compile``.
 
 
 def compiled(case: Case) -> tuple[Facts, str]:
@@ -145,6 +143,7 @@ def compiled(case: Case) -> tuple[Facts, str]:
         sampling_mode=SamplingMode.TRUNCATED if case.sampled else SamplingMode.GREEDY,
     )
     params = _params(case, loop)
+
     platform = Platform.named(case.platform)
     devices = platform.devices(math.prod(parse_mesh(case.mesh).values()) if case.mesh else 1)
     if case.mesh:
@@ -153,66 +152,63 @@ def compiled(case: Case) -> tuple[Facts, str]:
         params = LoopParams(
             *(_placed(leaves, param_shardings(mesh, part, leaves)) for part, leaves in parts)
         )
-        place_rows = lambda tree: _placed(tree, row_shardings(mesh, tree))
+
+        def place_rows(tree: Any) -> Any:
+            return _placed(tree, row_shardings(mesh, tree))
+
         traced_under = jax.set_mesh(mesh)
     else:
         single = SingleDeviceSharding(devices[0])
-        place_rows = lambda tree: _placed(tree, jax.tree.map(lambda leaf: single, tree))
+
+        def place_rows(tree: Any) -> Any:
+            return _placed(tree, jax.tree.map(lambda leaf: single, tree))
+
         params = place_rows(params)
         # By the kind of the device Pallas of jax 0.12 knows what to compile a kernel for.
         device = AbstractDevice(devices[0].device_kind, None, devices[0].platform)
         traced_under = jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
     exact_products = products("L3") if case.options == "exact" else contextlib.nullcontext()
     with traced_under, flash.enabled(platform.kind == "cuda"), exact_products:
         return _compiled(case, loop, params, place_rows)
 
 
 def _compiled(
-    case: Case, loop: SpeculativeLoop, params: LoopParams, place_rows: Any
+    case: Case, loop: SpeculativeLoop, params: LoopParams, place_rows: Callable[[Any], Any]
 ) -> tuple[Facts, str]:
     prompts = place_rows(_prompts(case))
+    program = getattr(loops, case.program)
     state = None
     if case.program in ("step", "run"):
         state = place_rows(
             jax.eval_shape(lambda p, q: loop.prefill(p, q, case.capacity), params, prompts)
         )
-    starts = [time.process_time()]
-    program = getattr(loops, case.program)
-    if state is None:
-        traced = program.trace(loop, params, prompts, capacity=case.capacity)
+        lowered = program.lower(loop, params, state)
     else:
-        traced = program.trace(loop, params, state)
-    starts.append(time.process_time())
-    lowered = traced.lower()
-    starts.append(time.process_time())
+        lowered = program.lower(loop, params, prompts, capacity=case.capacity)
     executable = lowered.compile(OPTIONS[case.options])
-    starts.append(time.process_time())
-    seconds = np.diff(starts).tolist()
     text = text_of(executable)
+
+    # On a mesh a cache may be gathered: its shape on one device, and its complete shape.
     cache = place_rows(jax.eval_shape(lambda: loop.target.init_cache(case.batch, case.capacity)))
     leaves = jax.tree.leaves(cache.layers)
-    # On a mesh a cache may be gathered: its shape on one device, and its complete shape.
-    shapes = [leaf.shape for leaf in leaves] + [
-        _on_a_device(leaf) for leaf in [*leaves, params.target["embedding"]]
-    ]
+    shapes = [leaf.shape for leaf in leaves]
+    shapes += [_on_a_device(leaf) for leaf in [*leaves, params.target["embedding"]]]
+
     analysis: Any = executable.memory_analysis()
-    memory = {
-        name: getattr(analysis, f"{name}_size_in_bytes")
-        for name in ("argument", "output", "alias", "temp")
-    }
-    return (
-        Facts(
-            layers=case.layers or case.config.num_layers,
-            counts=count(text, shapes, rounds=case.program in ("run", "generate")),
-            memory=memory | {"peak": analysis.peak_memory_in_bytes},
-            state=sum(
-                math.prod(_on_a_device(leaf)) * leaf.dtype.itemsize
-                for leaf in jax.tree.leaves(state)
-            ),
-            cpu_seconds=dict(zip(("trace", "lower", "compile"), seconds, strict=True)),
+    facts = Facts(
+        layers=case.layers or case.config.num_layers,
+        counts=count(text, shapes, rounds=case.program in ("run", "generate")),
+        memory={
+            "temp": analysis.temp_size_in_bytes,
+            "alias": analysis.alias_size_in_bytes,
+            "peak": analysis.peak_memory_in_bytes,
+        },
+        state=sum(
+            math.prod(_on_a_device(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)
         ),
-        text,
     )
+    return facts, text
 
 
 def _placed(tree: Any, shardings: Any) -> Any:

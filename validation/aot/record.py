@@ -17,12 +17,8 @@ from validation.aot.platforms import Platform, find_compilers
 from validation.aot.programs import Case, Facts, compiled
 
 PATH = Path(__file__).resolve().parent.parent / "results" / "aot.json"
-DEPTHS = (
-    3,
-    5,
-    # layers; with fewer than three, the features of a head would include the output of the last
-    # layer
-)
+# Layers. With fewer than three, the features of a head would include the output of the last layer.
+DEPTHS = (3, 5)
 SLACK = 1.05
 
 
@@ -45,40 +41,40 @@ class Measured:
         """Name of the row; that of a complete model ends with its number of layers."""
         return self.case.name if len(self.facts) > 1 else f"{self.case.name} L{self.deep.layers}"
 
-    def per_layer(self, name: str = "launches") -> float:
-        """Returns by how much a layer increases a count, from two depths."""
+    def per_layer(self) -> float:
+        """Returns the launches that a layer adds, from two depths."""
         shallow, deep = self.facts
-        more = getattr(deep.counts, name) - getattr(shallow.counts, name)
+        more = deep.counts.launches - shallow.counts.launches
         return more / (deep.layers - shallow.layers)
 
-    def outside(self, name: str = "launches") -> float:
-        """Returns a count without the layers, from two depths."""
-        return getattr(self.deep.counts, name) - self.per_layer(name) * self.deep.layers
-
-    def collectives_per_layer(self) -> dict[str, float]:
-        """Returns how many collectives of each kind a layer adds, from two depths."""
-        shallow, deep = self.facts
-        layers = deep.layers - shallow.layers
-        before = shallow.counts.collectives
-        more = {
-            kind: total - before.get(kind, 0) for kind, total in deep.counts.collectives.items()
-        }
-        return {kind: total / layers for kind, total in more.items() if total}
+    def outside(self) -> float:
+        """Returns the launches outside the layers, from two depths."""
+        return self.deep.counts.launches - self.per_layer() * self.deep.layers
 
     @property
     def aliased(self) -> float | None:
-        """Share of the state's bytes that are updated in place; ``None`` if no state is an argument."""
+        """Share of the state that is updated in place; ``None`` if no state is an argument."""
         return self.deep.memory["alias"] / self.deep.state if self.deep.state else None
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Measured:
-        """Returns a row of a record."""
-        facts = [Facts(**depth | {"counts": Counts(**depth["counts"])}) for depth in row["facts"]]
+        """Returns a row of a record; older rows have more fields, which are ignored."""
+        facts = [
+            Facts(**_fields(Facts, depth) | {"counts": Counts(**_fields(Counts, depth["counts"]))})
+            for depth in row["facts"]
+        ]
         return cls(Case(**row["case"]), facts, row["versions"])
 
 
+def _fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of the fields of a dataclass."""
+    return {field.name: values[field.name] for field in dataclasses.fields(kind)}
+
+
 def measured(case: Case, depths: Sequence[int | None] = DEPTHS) -> tuple[Measured, str]:
-    """Compiles a case in a process of its own, which finds the compilers. Returns the HLO of the last depth, too.
+    """Compiles a case in a process of its own, which finds the compilers.
+
+    Returns the HLO of the last depth, too.
 
     Args:
         case: The case.
@@ -116,12 +112,15 @@ def load(path: Path = PATH) -> dict[str, Measured]:
     try:
         rows = [Measured.from_json(row) for row in json.loads(path.read_text("utf-8"))["rows"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path.name} is no record of compiled programs: {error}") from None
+        raise ValueError(f"{path.name} is not a record of compiled programs: {error}") from None
     return {row.key: row for row in rows}
 
 
 def save(rows: Iterable[Measured], path: Path, note: dict[str, str]) -> None:
-    """Writes rows, a line each, in place of those of the same cases; ``note`` is the date and the commit."""
+    """Writes rows, a line each, in place of those of the same cases.
+
+    ``note`` is the date and the commit.
+    """
     recorded = load(path) if path.exists() else {}
     recorded |= {row.key: row for row in rows}
     lines = ",\n".join(json.dumps(dataclasses.asdict(recorded[key])) for key in sorted(recorded))
@@ -134,7 +133,7 @@ def budget(recorded: float) -> int:
 
 
 def cases(platform: str, *, every: bool = False) -> list[Case]:
-    """Returns the cases of every commit, which take minutes, or every recorded case of a platform."""
+    """Returns the cases of every commit (minutes), or all recorded cases of a platform."""
     if every:
         return list(
             dict.fromkeys(row.case for row in load().values() if row.case.platform == platform)

@@ -48,7 +48,10 @@ _WITHOUT_EFFECT = re.compile(
 
 
 def text_of(program: jax.stages.Compiled) -> str:
-    """Returns the optimized HLO of a program, after a line with the names of its outputs, which HLO does not have."""
+    """Returns the optimized HLO of a program, after a line with the names of its outputs.
+
+    HLO does not have these names.
+    """
     tree = jax.tree.unflatten(program.out_tree, range(program.out_tree.num_leaves))
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     return f"{_OUTPUTS}{json.dumps(names)}\n{program.as_text()}"
@@ -89,7 +92,9 @@ def differences(text_a: str, text_b: str) -> list[str]:
 
 
 def first_difference(text_a: str, text_b: str) -> str:
-    """Returns two instructions that differ although their operands are the same; empty if no value differs.
+    """Returns two instructions that differ although their operands are the same.
+
+    Empty if no value differs.
 
     Raises:
         ValueError: As :func:`compared` does.
@@ -117,7 +122,10 @@ class _Program(NamedTuple):
 def _differing_operands(
     a: _Program, b: _Program, step_a: str, step_b: str
 ) -> tuple[str, str] | None:
-    """Returns the first operands of two instructions that differ; ``None`` if the instructions themselves do."""
+    """Returns the first operands of two instructions that differ.
+
+    ``None`` if the instructions themselves do.
+    """
     inputs = a.steps[step_a].inputs, b.steps[step_b].inputs
     if a.steps[step_a].op != b.steps[step_b].op or len(inputs[0]) != len(inputs[1]):
         return None
@@ -158,10 +166,14 @@ def _read(text: str) -> _Program:
     if not all(target.values()):
         raise ValueError("a round does not compute every array of the cache")
 
-    reads = lambda step, matrix: (
-        step.is_launched and any(_is(hashes[name], matrix) for name in step.inputs)
-    )
-    readers = lambda matrix: [step.name for step in steps.values() if reads(step, matrix)]
+    def readers(matrix: str) -> list[str]:
+        """Returns the launched steps that read a matrix."""
+        return [
+            step.name
+            for step in steps.values()
+            if step.is_launched and any(_is(hashes[name], matrix) for name in step.inputs)
+        ]
+
     # With a tied output matrix the last reader is the product, after the lookup of the tokens.
     products = {
         "logits": readers(_OUTPUT_MATRIX) or readers(_EMBEDDING),
@@ -179,7 +191,10 @@ class _Hasher:
         self._computations: dict[str, str] = {}
 
     def hashes(self, computation: str, parameters: Mapping[str, Value]) -> dict[str, Value]:
-        """Returns the hash of every step of a computation, given those of its parameters by their numbers."""
+        """Returns the hash of every step of a computation.
+
+        ``parameters`` has the hashes of its parameters, by their numbers.
+        """
         hashes: dict[str, Value] = {}
         types = {}
         for step in self.module.computations[computation]:
@@ -209,7 +224,7 @@ class _Hasher:
         return _hash(step.type, step.op, step.literal, self._attributes(step), *inputs)
 
     def _fusion(self, step: Instruction, inputs: list[Value]) -> Value:
-        """A fusion's hash is that of the expression that it computes, so the order of its operands does not matter."""
+        """A fusion's hash is that of its expression, in which operands have no order."""
         computation = step.attribute(r"calls=%?([\w.\-]+)")
         parameters = {str(number): value for number, value in enumerate(inputs)}
         result = self.hashes(computation, parameters)[self.module.root(computation).name]
@@ -221,17 +236,16 @@ class _Hasher:
         return _hash(result, attributes)
 
     def _attributes(self, step: Instruction, but: str = "") -> str:
-        """Attributes with hashes in place of the names of computations, and nothing in place of one of them."""
+        """Attributes with hashes in place of the names of computations.
+
+        Nothing is in place of the computation ``but``.
+        """
 
         def called(match: re.Match[str]) -> str:
-            is_computation = match[1] in self.module.computations and match[1] != but
-            return (
-                self._computation(match[1])
-                if is_computation
-                else ""
-                if match[1] == but
-                else match[0]
-            )
+            if match[1] == but:
+                return ""
+            is_computation = match[1] in self.module.computations
+            return self._computation(match[1]) if is_computation else match[0]
 
         return _CALLED.sub(called, _WITHOUT_EFFECT.sub("", step.attributes))
 
@@ -264,9 +278,8 @@ def _argument(parameter: Instruction) -> str:
         raise ValueError(
             f"the argument {parameter.name} has no name; was the text written without metadata?"
         )
-    return name.replace(
-        "['inner']", ""
-    )  # where a drafter that wraps another has the parameters of the latter
+    # A drafter that wraps another has the parameters of the latter there.
+    return name.replace("['inner']", "")
 
 
 def _origin(steps: Mapping[str, Instruction], name: str) -> Instruction:
@@ -283,7 +296,7 @@ def _origin(steps: Mapping[str, Instruction], name: str) -> Instruction:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints what differs in two files. Returns 1 if anything does, and 2 if they cannot be compared."""
+    """Prints what differs in two files. Returns 1 if anything does, 2 if they do not compare."""
     try:
         first, second = (Path(argument).read_text("utf-8") for argument in arguments)
         names = compared(first, second)

@@ -15,7 +15,6 @@ SHARE_OF_VLLM = 0.3
 def share_memory() -> None:
     """Lets JAX take memory as it needs it, up to its share. Call it before JAX uses the device."""
     allocate_on_demand()
-    if (
-        "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ
-    ):  # the older name of the variable; JAX refuses both
+    # The older name of the variable; JAX refuses both.
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
         os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(SHARE_OF_JAX))

@@ -1,4 +1,4 @@
-"""The interface to vLLM, whether it is a worker process (``process.py``) or a running server (``server.py``).
+"""The interface to vLLM: a worker process (``process.py``) or a server (``server.py``).
 
 The worker imports it too, in the environment of vLLM, which has none of our packages.
 """
@@ -92,7 +92,11 @@ class Scored:
 
 
 def score(logprobs: Sequence[dict[int, tuple[float, int]]], tokens: Tokens) -> Scored:
-    """Scores of given tokens, from the log-probability and vLLM's rank of its two best tokens and of the given one."""
+    """Scores of given tokens.
+
+    ``logprobs`` has the log-probability and vLLM's rank of its two best tokens and of the given
+    one.
+    """
     scored = Scored(best=[], rank=[], gap=[], best_value=[])
     for entries, token in zip(logprobs, tokens, strict=True):
         highest, second = sorted((logit for logit, _ in entries.values()), reverse=True)[:2]
@@ -124,7 +128,7 @@ class Engine(Protocol):
         top_p: float = 1.0,
         seed: int | None = None,
     ) -> Generated:
-        """Complete prompts to the limit, stop tokens ignored. Row ``i`` has the seed ``seed + i``."""
+        """Complete prompts to the limit, without stop tokens. Row ``i`` has seed ``seed + i``."""
         ...
 
     def score(self, prompts: Sequence[Tokens], outputs: Sequence[Tokens]) -> list[Scored]:

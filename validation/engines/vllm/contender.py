@@ -54,7 +54,7 @@ class VLLMContender(Contender):
 def stats_of(
     counters: dict[str, Any], completions: Sequence[Completion]
 ) -> SpeculationStats | None:
-    """The counters of vLLM, one row for each request if the reported steps add up to the counters."""
+    """The counters of vLLM, a row for each request if the reported steps add up to them."""
     if not counters:
         return None
     total = SpeculationStats(**{name: np.asarray(counters[name]) for name in COUNTERS})

@@ -1,4 +1,4 @@
-"""Runs inside the environment of vLLM: its rejection sampler decides the chains of ``eagle3 oracle``.
+"""Runs inside the environment of vLLM: its sampler decides chains of ``eagle3 oracle``.
 
 ``python oracle.py FOLDER VERDICTS.npz [SHARE]`` writes the arrays ``CASE.num_accepted`` and
 ``CASE.next_token``. vLLM itself applies temperature, top-k, top-p and penalties. The token after a
@@ -37,6 +37,7 @@ def main() -> None:
     if current_platform.is_cpu():
         current_platform.register_triton_kernel_overrides()
         rejection_sampler.expand_batch_to_tokens = repeat
+
     verdicts = {}
     for path in sorted(Path(folder, "cases").glob("*.npz")):
         case = dict(np.load(path))
@@ -51,11 +52,12 @@ def main() -> None:
                 ("num_accepted", "next_token"), zip(*rounds, strict=True), strict=True
             ):
                 verdicts[f"{path.stem}.{name}"] = np.stack(arrays)
+
     np.savez(out, **verdicts)
 
 
 def repeat(x: Any, row_ends: Any, count: int, replace_from: int = 0, replace_to: int = 0) -> Any:
-    """Stands for a function that writes into a copy in the CPU build of vLLM 0.32 (``worker.py``)."""
+    """Stands for a function of the CPU build that writes into a copy (``worker.py``)."""
     replaced = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
     return replaced.repeat_interleave(torch.diff(row_ends, prepend=row_ends.new_zeros(1)))
 
@@ -69,10 +71,12 @@ def decide(case: dict[str, np.ndarray], number: int, share: float) -> tuple[np.n
     counts = valid.sum(axis=1)
     drafts = torch.from_numpy(of_round["tokens"][:, 1:][valid])
     row_ends = torch.from_numpy(np.cumsum(counts).astype(np.int32))
+
     probs = None
     if "q" in of_round:
         q = torch.from_numpy(of_round["q"][:, 1:][valid])
         probs = (1 - share) * q + share / q.shape[-1]
+
     logits = torch.from_numpy(of_round["logits"][:, :-1][valid])
     metadata = types.SimpleNamespace(num_draft_tokens=counts.tolist(), cu_num_draft_tokens=row_ends)
     settings = settings_of(case, number)
@@ -80,6 +84,8 @@ def decide(case: dict[str, np.ndarray], number: int, share: float) -> tuple[np.n
         SAMPLER, logits, settings, metadata
     )
     logits = rejection_sampler.apply_sampling_constraints(logits, row_ends, settings)
+
+    # vLLM's own draws are replaced by those of the oracle.
     uniforms = torch.from_numpy(of_round["accept"][:, 1:][valid].astype(np.float64))
     noise = torch.from_numpy(noise_of(of_round))
     bonus = torch.from_numpy(of_round["next_token"][:, None].astype(np.int64))
@@ -92,6 +98,7 @@ def decide(case: dict[str, np.ndarray], number: int, share: float) -> tuple[np.n
         output = rejection_sampler.rejection_sample(
             drafts, counts.tolist(), int(counts.max()), row_ends, probs, logits, bonus, settings
         )
+
     accepted = (output >= 0).sum(dim=1) - 1
     return accepted.numpy(), output.gather(1, accepted[:, None])[:, 0].numpy()
 
@@ -134,12 +141,14 @@ def settings_of(case: dict[str, np.ndarray], number: int) -> types.SimpleNamespa
     drafts = [
         case["tokens"][number, row, 1:][case["valid"][number, row, 1:]].tolist() for row in rows
     ]
+
     size = case["p"].shape[-1]
     longest = max(map(len, prompts))
     padded = [prompt + [size] * (longest - len(prompt)) for prompt in prompts]
     of_each = torch.ones(len(prompts))
     temperature = torch.from_numpy(case["temperature"].astype(np.float32))
     top_k = np.where(case["top_k"] > 0, case["top_k"], size)
+
     return types.SimpleNamespace(
         all_greedy=bool((temperature == 0).all()),
         all_random=bool((temperature > 0).all()),

@@ -33,7 +33,7 @@ FIRST_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 
 def environment_of(threads: int) -> dict[str, str]:
-    """Returns the environment variables for vLLM on a CPU: ours, little memory, given threads, no statistics, no log.
+    """Returns our environment variables, with what vLLM needs on a CPU.
 
     ``PYTHONPATH`` and ``PYTHONHOME`` are left out: they belong to our interpreter, and vLLM has its
     own.
@@ -110,11 +110,13 @@ class Process:
                 "method": "custom_class",
                 "model": "worker.RemoteProposer",
             }
+
         on_gpu = self.versions["device"] != "cpu"
         first_runner = on_gpu and (options.first_runner or propose is not None)
         if first_runner != self._first_runner:  # vLLM reads this once
             self.rest()
             self._first_runner = first_runner
+
         share = options.gpu_memory_utilization
         arguments = {
             "model": options.model,
@@ -130,6 +132,7 @@ class Process:
             # last place.
             "logprobs_mode": "raw_logprobs" if options.log_probabilities else "raw_logits",
         }
+
         try:
             self.call("load", **arguments)
         except VLLMError as error:
@@ -138,11 +141,12 @@ class Process:
                 raise
             self.rest()
             self.call("load", **arguments)
+
         self._loaded = True
         return ProcessEngine(self, options, propose)
 
     def rest(self) -> None:
-        """End the process until it is called again, so that all of its memory is free; engines are lost."""
+        """End the process until the next call, so that its memory is free; engines are lost."""
         self.close()
         self._resting = True
 
@@ -176,6 +180,7 @@ class Process:
     def _start(self) -> None:
         environment = self._environment | (FIRST_RUNNER if self._first_runner else {})
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (open as long as the process runs)
+
         try:
             self._process: Any = subprocess.Popen(
                 [str(self._python), str(Path(__file__).with_name("worker.py"))],
@@ -256,7 +261,7 @@ class ProcessEngine:
 
     @contextlib.contextmanager
     def repaired(self, fault: str) -> Iterator[None]:
-        """A fault of the CPU build is mended in the context: ``sampling`` or ``context_keys``; see ``worker.py``."""
+        """Mends a fault of the CPU build: ``sampling`` or ``context_keys``; see ``worker.py``."""
         self.process.call(f"repair_{fault}")
         try:
             yield

@@ -1,4 +1,4 @@
-"""vLLM as a running OpenAI-compatible server: ids in, ids and log-probabilities out, counters from ``/metrics``."""
+"""vLLM as a running server: ids in, ids and log-probabilities out, and its counters."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class Server:
         self.speculates = bool(self.counters())
 
     def counters(self) -> dict[str, Any]:
-        """The ``spec_decode_*`` counters since the server started; empty where it does not speculate."""
+        """The ``spec_decode_*`` counters since the start; empty where it does not speculate."""
         return self._client.counters()
 
     def serves(self, model: str) -> bool:
-        """Whether this is the model of a directory or hub id; paths on another machine are compared by name."""
+        """Whether this is the model of a directory or hub id; other machines' paths by name."""
         named = {self.model, self.root}
         return model in named or Path(model).name in {Path(name).name for name in named}
 
@@ -99,6 +99,7 @@ class Servers:
                 f"the vLLM server serves {served}, not {options.model}; validate what it serves:"
                 " --target"
             )
+
         for server in candidates:
             if server.speculates == speculates:
                 drafting = len(server.counters().get("num_accepted_tokens_per_pos", []))
@@ -145,6 +146,7 @@ class ServerEngine:
             }
             for row, prompt in enumerate(prompts)
         ]
+
         before = self.server.counters()
         start = time.perf_counter()
         with concurrent.futures.ThreadPoolExecutor(self.options.max_num_seqs) as pool:
@@ -152,6 +154,7 @@ class ServerEngine:
                 _completion(answer) for answer in pool.map(self.server.complete, requests)
             ]
         seconds = time.perf_counter() - start
+
         return Generated(
             completions=completions,
             seconds=seconds,

