@@ -54,7 +54,6 @@ from scipy.stats import binomtest
 
 import eagle3_jax as e3
 from eagle3_jax.bench.contenders import DecoderContender
-from eagle3_jax.bench.load import Load, run_load
 from eagle3_jax.bench.rounds import timed_rounds
 from eagle3_jax.bench.step_costs import step_costs
 from eagle3_jax.bench.timing import CompileClock, Latency, Spread
@@ -548,30 +547,56 @@ assert 0.15 < tail.slower_than_plain < 0.21, "the requests of the hard class"
 # So far all rows of a batch began together. An engine gives a row that ends to the next request.
 # `run_load` sends the requests: from a number of users who each wait for an answer, or at random,
 # some a second. The time to first token now contains the wait for a row, and a chunk wait contains
-# the prefill of other requests. The page [Serve a model](../docs/serving.md#under-load) has
-# measurements of a chat model.
+# the prefill of other requests. The page [Serve a model](../docs/serving.md#under-load) measures a
+# server so, with `vllm bench serve`.
 
 # %%
 SLOTS = 4
 requests = [Request(prompt, 12 + 2 * number, ignore_stop=True) for number, prompt in enumerate(prompts)]
-loads = (Load(concurrency=1), Load(concurrency=8), Load(rate=6.0))
-print(f"{'':6} {'':14} tokens/s rows    τ {'TTFT p50 p90 p99':>25} {'chunk wait p50 p90 p99':>24}")
+LOADS = {"1 user": (1, None), "8 users": (8, None), "6 a second": (len(requests), 6.0)}
+
+
+def run_load(engine, requests, users, rate):
+    """Returns the moments of each request (its arrival, then its chunks), and its last event."""
+    count = len(requests)
+    due = np.random.default_rng(0).exponential(1 / rate, count).cumsum() if rate else np.zeros(count)
+    moments, ended = {}, {}
+    start = time.perf_counter()
+    while len(ended) < count:
+        sent = len(moments)
+        now = time.perf_counter() - start
+        if sent < count and due[sent] <= now and sent - len(ended) < users:
+            moments[engine.submit(requests[sent])] = [due[sent] if rate else now]
+        elif engine.idle:
+            time.sleep(0.001)
+        else:
+            for event in engine.tick():
+                if event.tokens:
+                    moments[event.ticket].append(time.perf_counter() - start)
+                if event.output is not None:
+                    ended[event.ticket] = event
+    return list(moments.values()), [ended[ticket] for ticket in moments]
+
+
+print(f"{'':6} {'':10} tokens/s    τ {'TTFT p50 p90 p99':>25} {'chunk wait p50 p90 p99':>24}")
 for name, decoder in {
     "plain": e3.SpeculativeDecoder(target, stop_tokens=()),
     "K = 3": chain(3),
 }.items():
     engine = Engine(decoder, slots=SLOTS, capacity=192, sampling_mode=SamplingMode.GREEDY)
     engine.run(requests[:SLOTS])  # compiles
-    runs = [run_load(engine, requests, load) for load in loads]
-    for load, run in zip(loads, runs, strict=True):
-        waits = [gap for timeline in run.timelines for gap in timeline.gaps]
-        firsts = [timeline.first_token for timeline in run.timelines]
-        tau = run.stats.mean_acceptance_length
-        speed = f"{run.tokens_per_second:8.0f} {run.rows_running:4.1f} {tau:4.2f}"
-        print(f"{name:6} {load.name:14} {speed} {shown(firsts):>25} {shown(waits):>24}")
-    texts = [[timeline.output for timeline in run.timelines] for run in runs]
-    assert texts[0] == texts[1] == texts[2], "a text does not depend on the other requests"
-    assert runs[0].stats == runs[1].stats == runs[2].stats, "nor does acceptance"
+    seen = []
+    for load, (users, rate) in LOADS.items():
+        moments, ended = run_load(engine, requests, users, rate)
+        answers = [event.output for event in ended]
+        acceptance = e3.SpeculationStats.merge([event.stats for event in ended])
+        seen.append((answers, acceptance))
+        speed = sum(map(len, answers)) / max(times[-1] for times in moments)
+        firsts = shown([times[1] - times[0] for times in moments])
+        waits = shown([wait for times in moments for wait in np.diff(times[1:])])
+        tau = acceptance.mean_acceptance_length
+        print(f"{name:6} {load:10} {speed:8.0f} {tau:4.2f} {firsts:>25} {waits:>24}")
+    assert seen[0] == seen[1] == seen[2], "texts and acceptance do not depend on the other requests"
 
 # %% [markdown]
 # ## Common mistakes
