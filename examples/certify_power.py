@@ -1,8 +1,8 @@
-"""What a certificate sees: how many requests find each injected error, what any test needs, and false alarms.
+"""What a certificate sees: requests that find each injected error, least needs, and false alarms.
 
-    python examples/certify_power.py --output validation/results/certify-power.json
-    python examples/certify_power.py --alarms 200 --output validation/results/certify-alarms.json
-    python examples/certify_power.py --two-samples --output validation/results/certify-power-two-samples.json
+    python examples/certify_power.py --output certify-power.json
+    python examples/certify_power.py --alarms 200 --output certify-alarms.json
+    python examples/certify_power.py --two-samples --output certify-power-two-samples.json
 
 The sampler draws from a vocabulary of 64 with a chain of three. Short and long answers come in the
 proportion of a default run. One core: half an hour, two hours, ten minutes.
@@ -70,12 +70,14 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, required=True, help="JSON file")
     options = parser.parse_args()
+
     about = {"environment": environment(), "alpha": ALPHA}
     if options.alarms:
         write_record(
             options.output, about | {"kinds": [alarms(name, options.alarms) for name in HONEST]}
         )
         return
+
     find = finds_by_texts if options.two_samples else finds_by_reports
     errors = [power(name, fault, options.runs, find) for name, fault in FAULTS.items()]
     about |= {
@@ -96,7 +98,10 @@ def acceptance_length() -> float:
 def power(
     name: str, fault: Fault, runs: int, find: Callable[[Fault, int, int], str]
 ) -> dict[str, Any]:
-    """Returns how many runs of each size find an error, until nearly all do, by which test, and the least possible."""
+    """Returns how many runs of each size find an error, until nearly all do, and by which test.
+
+    Also returns the fewest tokens with which any test could.
+    """
     num_found = {}
     tests: Counter = Counter()
     fewest = FaultySampler(fault).fewest_tokens()
@@ -161,7 +166,7 @@ def finds_by_texts(fault: Fault, requests: int, seed: int) -> str:
 
 
 def alarms(name: str, runs: int) -> dict[str, Any]:
-    """Returns the verdicts about a correct server, and the smallest p-value times the number of tests."""
+    """Returns the verdicts about a correct server, and its smallest p-value times the tests."""
     sampling, manners = HONEST[name]
     verdicts: Counter[str] = Counter()
     smallest = 1.0

@@ -1,4 +1,4 @@
-"""The corpus of the shipped pair: CPython's standard library and documentation, and a tokenizer for them.
+"""The corpus of the shipped pair: CPython's standard library and its documentation, tokenized.
 
     python examples/corpus.py corpus --docs cpython/Doc     # a minute
     eagle3 train target corpus target
@@ -136,7 +136,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """Writes ``tokenizer.json``, and the configuration with which transformers and vLLM load it as it is."""
+    """Writes ``tokenizer.json``, and the configuration with which transformers and vLLM load it."""
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -150,7 +150,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def encode(tokenizer: Tokenizer, documents: Sequence[Document], seed: int) -> np.ndarray:
-    """Returns one long row of token ids, documents shuffled and each followed by :data:`END_OF_TEXT`."""
+    """Returns one row of token ids: documents shuffled, each with :data:`END_OF_TEXT` behind it."""
     order = np.random.default_rng(seed).permutation(len(documents))
     encoded = tokenizer.encode_batch([documents[i].text for i in order])
     end = tokenizer.token_to_id(END_OF_TEXT)
@@ -159,7 +159,7 @@ def encode(tokenizer: Tokenizer, documents: Sequence[Document], seed: int) -> np
 
 
 def write_documents(path: Path, documents: Sequence[Document]) -> None:
-    """Writes the documents as lines of JSON with ``name`` and ``text``, as ``eagle3 train data`` reads them."""
+    """Writes documents as lines of JSON with ``name`` and ``text``, for ``eagle3 train data``."""
     _write_rows(path, [{"name": document.name, "text": document.text} for document in documents])
 
 

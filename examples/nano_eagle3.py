@@ -1,8 +1,9 @@
-"""EAGLE-3 speculative decoding in one file of plain JAX: a Llama target, the draft head, chains and dynamic trees.
+"""EAGLE-3 in one file of plain JAX: a Llama target, the draft head, chains and dynamic trees.
 
-    python examples/nano_eagle3.py                                # a chain of 3, greedy
-    python examples/nano_eagle3.py --tree 8 5 2 --temperature 0.8 # a tree: 8 nodes, 5 levels, 2 children each
-    python examples/nano_eagle3.py --target DIR --head eagle3_jax/assets/smollm2 # eagle3 convert smollm2 DIR --to vllm
+    python examples/nano_eagle3.py                                  # a chain of 3, greedy
+    python examples/nano_eagle3.py --tree 8 5 2 --temperature 0.8   # 8 nodes, 5 levels, top 2
+    eagle3 convert smollm2 DIR --to vllm
+    python examples/nano_eagle3.py --target DIR --head eagle3_jax/assets/smollm2
 
 Read it from top to bottom. One round has five steps: `propose` drafts tokens with the head, the
 target scores all of them in one forward, `verify` accepts some of them, the accepted ones enter the
@@ -45,7 +46,7 @@ class Config(NamedTuple):
 
     @property
     def aux_layers(self):
-        """EAGLE-3 reads the features that enter these three layers: a low, a middle and a high one."""
+        """EAGLE-3 reads the features that enter these layers: a low, a middle and a high one."""
         return 2, self.num_layers // 2, self.num_layers - 3
 
 
@@ -131,14 +132,14 @@ def layer(w, name, config, x, residual, positions, cache, slot, mask):
 
 
 def cache_mask(length, block, capacity):
-    """Returns the mask ``[T S]`` over all slots: the ``length`` committed ones, then ``block [T M]`` after them."""
+    """Returns the mask ``[T S]`` over all slots: ``length`` committed, then ``block [T M]``."""
     is_committed = jnp.arange(capacity) < length
     committed = jnp.broadcast_to(is_committed, (block.shape[0], capacity))
     return lax.dynamic_update_slice(committed, block, (0, length))
 
 
 def run_target(w, config, tokens, positions, cache, length, block):
-    """Returns logits ``[T V]`` after each token, features ``[T 3D]``, and the cache ``[L 2 S C H]`` with the block."""
+    """Returns logits ``[T V]``, features ``[T 3D]``, and the cache ``[L 2 S C H]`` with them."""
     x = w["model.embed_tokens.weight"][tokens]
     features = []
     layers = []
@@ -156,11 +157,11 @@ def run_target(w, config, tokens, positions, cache, length, block):
 
 
 def run_head(head, embedding, config, tokens, stream, positions, cache, length, block):
-    """Runs one step of the draft head, which reads each token with the ``stream`` of the position before it.
+    """Runs one step of the draft head.
 
-    Returns the outputs ``[T D]``, which are the stream of the next tokens, and the cache ``[2 S C
-    H]``. The tokens are the last T of the M slots after ``length`` that the mask ``block [T M]`` is
-    about.
+    It reads each token with the ``stream`` of the position before it. Returns the outputs ``[T
+    D]``, which are the stream of the next tokens, and the cache ``[2 S C H]``. The tokens are the
+    last T of the M slots after ``length`` that the mask ``block [T M]`` is about.
     """
     embedded = rms_norm(embedding[tokens], head["midlayer.input_layernorm.weight"], config.eps)
     normed = rms_norm(stream, head["midlayer.hidden_norm.weight"], config.eps)
@@ -181,7 +182,7 @@ def head_logits(head, config, output):
 
 
 def uniforms(seed, position, purpose, count):
-    """Returns random numbers in [0, 1) that depend on the position in the text, not on the number of rounds before."""
+    """Returns random numbers in [0, 1) that depend on the position in the text, not on rounds."""
     key = jax.random.fold_in(jax.random.key(seed), 0)  # row 0 of a batch
     key = jax.random.fold_in(key, position)
     key = jax.random.fold_in(key, purpose)
@@ -213,7 +214,7 @@ def draw(p, dice):
 
 
 def distribution(logits, temperature):
-    """Returns ``softmax(logits / temperature)``. Temperature 0 is a point mass on the most likely token."""
+    """Returns ``softmax(logits / temperature)``; at 0 a point mass on the most likely token."""
     if temperature == 0:
         likeliest = jnp.argmax(logits, axis=-1)
         return jax.nn.one_hot(likeliest, logits.shape[-1])
@@ -234,7 +235,7 @@ class Draft(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """A chain of ``depth`` tokens; with ``k``, a tree of ``num_nodes``. A depth of 0 is plain decoding."""
+    """A chain of ``depth`` tokens; with ``k`` a tree of ``num_nodes``; plain at depth 0."""
 
     depth: int
     num_nodes: int = 0
@@ -242,7 +243,7 @@ class Shape(NamedTuple):
 
 
 def draft_chain(run, output, logits, shape, to_target, vocab_size, root, temperature, dice):
-    """Drafts K tokens one after the other: the most likely ones, or samples from the head's distribution.
+    """Drafts K tokens one after the other: the likeliest, or samples of the head's distribution.
 
     Args:
         run: Runs the head on one level: tokens, their stream, depth and mask to outputs and logits.
@@ -271,7 +272,7 @@ def draft_chain(run, output, logits, shape, to_target, vocab_size, root, tempera
 
 
 def draft_tree(run, output, logits, shape, to_target, root):
-    """EAGLE-2: expands the k most likely nodes of each level, then keeps the ``num_nodes - 1`` most likely of all."""
+    """EAGLE-2: expands the k likeliest nodes of a level, keeps the ``num_nodes - 1`` likeliest."""
     k = shape.k
 
     def top(logits):
@@ -329,7 +330,7 @@ def ancestors(parents, depth):
 
 
 def verify(draft, p, accept, choose, depth):
-    """Accepts a path of the draft; the emitted tokens are distributed as if the target had sampled them one by one.
+    """Accepts a path; the tokens are distributed as if the target had sampled them one by one.
 
     A child x of the current node is accepted with probability ``min(1, p(x) / q(x))``. A rejection
     replaces p by the normalized ``max(p - q, 0)``, for its siblings and for the token that is
@@ -370,15 +371,14 @@ def verify(draft, p, accept, choose, depth):
 
 
 class State(NamedTuple):
-    """The state between rounds. The caches hold every token of the text except the newest, which was not run yet."""
+    """The state between rounds. The caches hold all tokens except the newest, which was not run."""
 
     text: jax.Array  # [S]
     length: jax.Array
     cache: jax.Array  # [L 2 S C H], the target's
     head_cache: jax.Array  # [2 S C H]
-    output: (
-        jax.Array
-    )  # [1 D], the head's output at the newest token, from which the first draft token follows
+    # [1 D], the head's output at the newest token, from which the first draft token follows.
+    output: jax.Array
     stopped: jax.Array
     rounds: jax.Array
     accepted: jax.Array
@@ -386,7 +386,7 @@ class State(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("config", "shape", "max_new_tokens", "temperature"))
 def generate(w, head, prompt, seed, *, config, shape, max_new_tokens, temperature=0.0):
-    """Generates in one program. Returns the final state; ``text[: length]`` is prompt and output."""
+    """Generates in one program. Returns the final state; ``text[:length]`` is prompt and output."""
     prompt_length = len(prompt)
     vocab_size = w["lm_head.weight"].shape[0]
     limit = prompt_length + max_new_tokens
@@ -396,7 +396,7 @@ def generate(w, head, prompt, seed, *, config, shape, max_new_tokens, temperatur
     to_target = jnp.arange(len(head["d2t"])) + head["d2t"]
 
     def observe(tokens, features, cache, length, newest):
-        """Runs the head on committed tokens, whose features are known now: the pairs (feature of t, token t + 1)."""
+        """Runs the head on committed tokens: the pairs (feature of t, token t + 1), known now."""
         count = len(tokens)
         causal = jnp.tril(jnp.ones((count, count), bool))
         positions = length + jnp.arange(count)

@@ -40,6 +40,7 @@ import first_cell
 
 first_cell.start()
 
+import itertools
 import time
 
 import jax
@@ -545,58 +546,49 @@ assert 0.15 < tail.slower_than_plain < 0.21, "the requests of the hard class"
 # ## Requests that come and go
 #
 # So far all rows of a batch began together. An engine gives a row that ends to the next request.
-# `run_load` sends the requests: from a number of users who each wait for an answer, or at random,
-# some a second. The time to first token now contains the wait for a row, and a chunk wait contains
-# the prefill of other requests. The page [Serve a model](../docs/serving.md#under-load) measures a
-# server so, with `vllm bench serve`.
+# Here a number of users send the requests, and each waits for an answer before the next request. The
+# time to first token now contains the wait for a row, and a chunk wait contains the prefill of other
+# requests. The page [Serve a model](../docs/serving.md#under-load) measures a server so, with
+# `vllm bench serve`.
 
 # %%
 SLOTS = 4
 requests = [Request(prompt, 12 + 2 * number, ignore_stop=True) for number, prompt in enumerate(prompts)]
-LOADS = {"1 user": (1, None), "8 users": (8, None), "6 a second": (len(requests), 6.0)}
-
-
-def run_load(engine, requests, users, rate):
-    """Returns the moments of each request (its arrival, then its chunks), and its last event."""
-    count = len(requests)
-    due = np.random.default_rng(0).exponential(1 / rate, count).cumsum() if rate else np.zeros(count)
-    moments, ended = {}, {}
-    start = time.perf_counter()
-    while len(ended) < count:
-        sent = len(moments)
-        now = time.perf_counter() - start
-        if sent < count and due[sent] <= now and sent - len(ended) < users:
-            moments[engine.submit(requests[sent])] = [due[sent] if rate else now]
-        elif engine.idle:
-            time.sleep(0.001)
-        else:
-            for event in engine.tick():
-                if event.tokens:
-                    moments[event.ticket].append(time.perf_counter() - start)
-                if event.output is not None:
-                    ended[event.ticket] = event
-    return list(moments.values()), [ended[ticket] for ticket in moments]
-
-
-print(f"{'':6} {'':10} tokens/s    τ {'TTFT p50 p90 p99':>25} {'chunk wait p50 p90 p99':>24}")
+engines = {}
 for name, decoder in {
     "plain": e3.SpeculativeDecoder(target, stop_tokens=()),
     "K = 3": chain(3),
 }.items():
-    engine = Engine(decoder, slots=SLOTS, capacity=192, sampling_mode=SamplingMode.GREEDY)
-    engine.run(requests[:SLOTS])  # compiles
-    seen = []
-    for load, (users, rate) in LOADS.items():
-        moments, ended = run_load(engine, requests, users, rate)
-        answers = [event.output for event in ended]
-        acceptance = e3.SpeculationStats.merge([event.stats for event in ended])
-        seen.append((answers, acceptance))
-        speed = sum(map(len, answers)) / max(times[-1] for times in moments)
-        firsts = shown([times[1] - times[0] for times in moments])
-        waits = shown([wait for times in moments for wait in np.diff(times[1:])])
-        tau = acceptance.mean_acceptance_length
-        print(f"{name:6} {load:10} {speed:8.0f} {tau:4.2f} {firsts:>25} {waits:>24}")
-    assert seen[0] == seen[1] == seen[2], "texts and acceptance do not depend on the other requests"
+    engines[name] = Engine(decoder, slots=SLOTS, capacity=192, sampling_mode=SamplingMode.GREEDY)
+    engines[name].run(requests[:SLOTS])  # compiles
+
+seen = {name: [] for name in engines}
+print(f"{'':6} users tokens/s    τ {'TTFT p50 p90 p99':>25} {'chunk wait p50 p90 p99':>24}")
+for name, users in itertools.product(engines, (1, 4, 8)):
+    engine = engines[name]
+    moments = {}  # of each request: when it was sent, then its chunks
+    last_events = {}
+    while len(last_events) < len(requests):
+        sent = len(moments)
+        if sent < len(requests) and sent - len(last_events) < users:
+            moments[engine.submit(requests[sent])] = [time.perf_counter()]
+            continue
+        for event in engine.tick():
+            moments[event.ticket].append(time.perf_counter())
+            if event.output is not None:
+                last_events[event.ticket] = event
+
+    answers = [last_events[ticket].output for ticket in moments]
+    acceptance = e3.SpeculationStats.merge([event.stats for event in last_events.values()])
+    seen[name].append((answers, acceptance))
+    times = list(moments.values())
+    speed = sum(map(len, answers)) / (max(map(max, times)) - times[0][0])
+    firsts = shown([chunks[1] - chunks[0] for chunks in times])
+    waits = shown(np.concatenate([np.diff(chunks[1:]) for chunks in times]))
+    tau = acceptance.mean_acceptance_length
+    print(f"{name:6} {users:5} {speed:8.0f} {tau:4.2f} {firsts:>25} {waits:>24}")
+for first, *others in seen.values():
+    assert others == [first, first], "texts and acceptance do not depend on the other requests"
 
 # %% [markdown]
 # ## Common mistakes
