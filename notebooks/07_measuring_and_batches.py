@@ -587,8 +587,10 @@ for name, users in itertools.product(engines, (1, 4, 8)):
     waits = shown(np.concatenate([np.diff(chunks[1:]) for chunks in times]))
     tau = acceptance.mean_acceptance_length
     print(f"{name:6} {users:5} {speed:8.0f} {tau:4.2f} {firsts:>25} {waits:>24}")
-for first, *others in seen.values():
-    assert others == [first, first], "texts and acceptance do not depend on the other requests"
+for by_users in seen.values():
+    assert by_users[0] == by_users[1] == by_users[2], (
+        "texts and acceptance do not depend on the other requests"
+    )
 
 # %% [markdown]
 # ## Common mistakes
