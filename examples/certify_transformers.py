@@ -1,12 +1,12 @@
 """Certifies five ways in which ``generate`` of transformers speculates, as Python functions.
 
-    python examples/certify_transformers.py --target TARGET --output validation/results    # assisted, prompt look-up
-    python examples/certify_transformers.py --target TARGET --way mtp --output validation/results
-    python examples/certify_transformers.py --target TARGET --drafter DRAFTER --way dflash --output validation/results
+    python examples/certify_transformers.py --target DIR --output validation/results
+    python examples/certify_transformers.py --target DIR --way mtp --output .
+    python examples/certify_transformers.py --target DIR --drafter DIR --way dflash --output .
 
-Directories in the layout of Hugging Face; ``--drafter`` of DFlash or of Gemma 4's assistant. The
-assistant of ``assisted`` is the target with noise on its weights. One core: minutes for each, with
-targets of a few layers.
+The first command takes assisted generation and prompt look-up. Directories in the layout of Hugging
+Face; ``--drafter`` of DFlash or of Gemma 4's assistant. The assistant of ``assisted`` is the target
+with noise on its weights. One core: minutes for each, with targets of a few layers.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ class Generate:
                 "top_k": sampling.top_k,
                 "top_p": 1.0,
             }
+
         rounds = Rounds()
         inputs = torch.tensor([ids])
         with torch.no_grad():
@@ -98,6 +99,7 @@ class Generate:
                 **sampled,
                 **self.options,
             )
+
         tokens = result.sequences[0, len(ids) :].tolist()
         log_probs = torch.stack([row[0] for row in result.logits]).float().log_softmax(-1).numpy()
         start = 0
@@ -168,6 +170,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2048, help="short sampled answers")
     parser.add_argument("--output", type=Path, required=True, help="directory of the records")
     options = parser.parse_args()
+
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     target = transformers.AutoModelForCausalLM.from_pretrained(

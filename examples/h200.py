@@ -1,11 +1,11 @@
-"""Measures what a round costs on one GPU at the shape of Llama-3.1-8B, and writes every figure to one JSON file.
+"""Measures what a round costs on one GPU at the shape of Llama-3.1-8B; every figure is in one file.
 
-    python examples/h200.py --output h200.json      # at most ten minutes; again: measures what is missing
-    python examples/h200.py --output /tmp/rehearsal.json --rehearse     # tiny shapes on any device; no figure counts
+    python examples/h200.py --output h200.json    # at most ten minutes; again: what is missing
+    python examples/h200.py --output /tmp/rehearsal.json --rehearse    # tiny shapes on any device
 
-The parts run in the order of their value, each in a process with a time limit. Every figure is
-written as soon as it is known, so a command that is cut off loses only the current cell.
-`docs/gpu.md` explains how to read the file.
+No figure of a rehearsal counts. The parts run in the order of their value, each in a process with a
+time limit. Every figure is written as soon as it is known, so a command that is cut off loses only
+the current cell. `docs/gpu.md` explains how to read the file.
 """
 
 from __future__ import annotations
@@ -66,16 +66,12 @@ RATES = PUBLISHED_RATES["Llama-3.1-8B with its EAGLE-3 head on MT-Bench"]
 CHAIN = 5
 NODES = CHAIN + 1
 TREES = {
-    f"tree of {NODES}": DynamicTree(
-        num_nodes=NODES, max_depth=4, top_k=3
-    ),  # as many tokens as the chain
+    # As many tokens as the chain.
+    f"tree of {NODES}": DynamicTree(num_nodes=NODES, max_depth=4, top_k=3),
     "tree of 60": DynamicTree(num_nodes=60, max_depth=7, top_k=10),
 }
-WEIGHTS = {
-    "bfloat16": "dense",
-    "fp8": "fp8",
-    "int8": "int8",
-}  # name of a figure to how kernels are stored
+# Name of a figure to how kernels are stored.
+WEIGHTS = {"bfloat16": "dense", "fp8": "fp8", "int8": "int8"}
 INVARIANT = "invariant "  # before the name of a draft
 TILES = {
     "the tile": Tile(),
@@ -103,10 +99,8 @@ VARIANTS: dict[str, tuple[int, CompilerOptions]] = {
         1,
         {"xla_gpu_deterministic_ops": True, "xla_gpu_enable_triton_gemm": False},
     ),
-    "no command buffers": (
-        1,
-        {"xla_gpu_enable_command_buffer": "INVALID"},
-    ),  # a list of nothing that exists
+    # A list of nothing that exists.
+    "no command buffers": (1, {"xla_gpu_enable_command_buffer": "INVALID"}),
     "defaults, again": (1, {}),  # its difference from the first row is noise
     "no autotuning": (1, {"xla_gpu_autotune_level": 0}),
     "8 rounds a check": (8, {}),
@@ -120,14 +114,13 @@ WHILE_PROFILED: CompilerOptions = {"xla_enable_command_buffers_during_profiling"
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """Sizes of what is measured; the most valuable ones come first, because the time may not suffice for all."""
+    """Sizes of what is measured; the most valuable come first, since the time may not suffice."""
 
     shape: str = "Llama-3.1-8B"
     num_layers: int | None = None
     repeats: int = 10
-    tokens: int = (
-        63  # with the first one and the largest draft 128 slots, so that no prompt is padded
-    )
+    # With the first one and the largest draft 128 slots, so that no prompt is padded.
+    tokens: int = 63
     context: int = 2048  # slots of a cache, which a prompt fills
     contexts: tuple[int, ...] = (2048, 8192)
     nodes: tuple[int, ...] = (1, NODES, 4, 16, 64, 2, 8, 32)
@@ -139,9 +132,17 @@ class Setting:
 
 FULL = Setting()
 REHEARSAL = Setting(
-    "Llama-tiny", num_layers=2, repeats=2, context=256, contexts=(384,), nodes=(1, NODES), batches=(2,),
-    drafts=("chain", "plain", f"tree of {NODES}"), variants=("defaults", "no excess precision"), stream=2**20,
-)  # fmt: skip
+    "Llama-tiny",
+    num_layers=2,
+    repeats=2,
+    context=256,
+    contexts=(384,),
+    nodes=(1, NODES),
+    batches=(2,),
+    drafts=("chain", "plain", f"tree of {NODES}"),
+    variants=("defaults", "no excess precision"),
+    stream=2**20,
+)
 
 
 class Record:
@@ -181,9 +182,9 @@ def pair(setting: Setting, weights: str = "dense") -> Any:
 def decoder_of(
     setting: Setting, draft: str, rounds_per_check: int = 1, weights: str = "dense"
 ) -> SpeculativeDecoder:
-    """A decoder for ``plain``, ``verify N``, ``chain``, ``chain K`` or one of :data:`TREES`; dice accept drafts.
+    """A decoder for ``plain``, ``verify N``, ``chain``, ``chain K`` or one of :data:`TREES`.
 
-    After ``invariant`` it is invariant.
+    Dice accept drafts. After ``invariant`` it is invariant.
     """
     target, head = pair(setting, weights)
     invariant = draft.startswith(INVARIANT)
@@ -193,6 +194,7 @@ def decoder_of(
         return SpeculativeDecoder(
             target, Plain(int(number or 1)), stop_tokens=(), invariant=invariant
         )
+
     options: dict[str, Any] = {
         "stop_tokens": (),
         "rounds_per_check": rounds_per_check,
@@ -206,7 +208,7 @@ def decoder_of(
 
 
 def sizes(setting: Setting, batch: int = 1, context: int | None = None) -> dict[str, Any]:
-    """Returns prompts that fill caches of ``context`` slots, and the limit, which leaves room for the largest draft."""
+    """Returns prompts that fill ``context`` slots but for the largest draft, and the limit."""
     limit = setting.tokens + 1  # the first token is the prefill's
     length = (context or setting.context) - limit - LARGEST
     return {"prompts": [[1 + row] * length for row in range(batch)], "max_new_tokens": limit}
@@ -237,15 +239,16 @@ def cell(
 
 
 def measure(setting: Setting, record: Record, cells: dict[str, Cell]) -> None:
-    """Times every cell and records it at once; then cells take turns, and ratios to the first one are recorded.
+    """Times every cell and records it at once; then cells take turns.
 
-    Cells of an earlier run are not measured again, except the first, which the others are compared
-    with.
+    Ratios to the first one are recorded. Cells of an earlier run are not measured again, except the
+    first, which the others are compared with.
     """
     base = next(iter(cells))
     missing = [name for name in cells if "seconds_per_round" not in record.figures.get(name, {})]
     if not missing:
         return
+
     names = [base, *(name for name in missing if name != base)]
     paces = time_each_once(record, {name: cells[name] for name in names})
     for _ in range(setting.repeats if paces else 0):
@@ -261,7 +264,7 @@ def measure(setting: Setting, record: Record, cells: dict[str, Cell]) -> None:
 
 
 def time_each_once(record: Record, cells: dict[str, Cell]) -> dict[str, list[Pace]]:
-    """Compiles and times every cell. Returns the paces of those that neither failed nor were skipped for time."""
+    """Compiles and times every cell. Returns the paces, without failed and skipped ones."""
     paces: dict[str, list[Pace]] = {}
     longest = 0.0
     for name, run in cells.items():
@@ -292,7 +295,7 @@ def summary(paces: list[Pace]) -> dict[str, Any]:
 
 
 def ratios_to(base: str, name: str, paces: dict[str, list[Pace]]) -> dict[str, Any]:
-    """Returns round and speed of a cell over those of the first cell in the same turn, which are close in time."""
+    """Returns round and speed of a cell over those of the first cell in the same turn."""
     if base not in paces:
         return {}
     pairs = list(zip(paces[name][1:], paces[base][1:], strict=True))
@@ -356,7 +359,7 @@ def weights(setting: Setting, record: Record) -> None:
 
 
 def bits_(setting: Setting, record: Record) -> None:
-    """Decides why the bits of a chain and of plain decoding differ; programs are written next to the record."""
+    """Decides why the bits of a chain and of plain decoding differ, and keeps the programs."""
     from validation import bits
 
     # A rehearsal tries the failing cell and the remedy.
@@ -386,7 +389,7 @@ def invariant(setting: Setting, record: Record) -> None:
 
 
 def tiles(setting: Setting, record: Record) -> None:
-    """Times the products of all layers by XLA, and by the kernel of invariant decoding with several tiles."""
+    """Times the products of all layers by XLA, and by the invariant kernel with several tiles."""
     matrices = [
         leaf for leaf in jax.tree.leaves(pair(setting)[0].params["blocks"]) if leaf.ndim == 2
     ]
@@ -418,22 +421,21 @@ def products(multiply: Callable[[Any, Any], Any], matrices: list[Any], rows: Any
 
 
 def round_(setting: Setting, record: Record) -> None:
-    """Times a plain step, a verification, a round of a chain, its target and its head alone, then trees."""
+    """Times a plain step, a verification, a chain's round, its target and its head, then trees."""
     target, _ = pair(setting)
     record.add(
         "step_bytes", step_bytes(target, rows=1, context=mean_slots(setting, setting.context))
     )
-    averaged = sizes(setting) | {"rounds": min(16, setting.tokens // 3)}
-    cells: dict[str, Cell] = {
-        name: cell(setting, name) for name in ("plain", f"verify {NODES}", "chain")
-    }
-    cells["target alone"] = lambda: Pace(
-        target_seconds(decoder_of(setting, "chain"), **averaged), 1, 1
-    )
-    cells["draft step"] = lambda: Pace(
-        draft_seconds(decoder_of(setting, "chain"), **averaged), 1, 1
-    )
+    cells = {name: cell(setting, name) for name in ("plain", f"verify {NODES}", "chain")}
+    cells["target alone"] = part_of_round(setting, target_seconds)
+    cells["draft step"] = part_of_round(setting, draft_seconds)
     measure(setting, record, cells | {draft: cell(setting, draft) for draft in setting.drafts[2:]})
+
+
+def part_of_round(setting: Setting, seconds: Callable[..., float]) -> Cell:
+    """Returns a cell that times a part of a chain's round, averaged over rounds."""
+    averaged = sizes(setting) | {"rounds": min(16, setting.tokens // 3)}
+    return lambda: Pace(seconds(decoder_of(setting, "chain"), **averaged), 1, 1)
 
 
 def verify(setting: Setting, record: Record) -> None:
@@ -506,6 +508,7 @@ def kernels(folder: str, rounds: int) -> dict[str, Any]:
         for event in events
         if event.get("name") == "process_name"
     }
+
     seconds: dict[str, list[float]] = {}
     for event in events:
         if event.get("ph") == "X" and "GPU" in lanes.get(event["pid"], ""):
@@ -528,17 +531,15 @@ class Part(NamedTuple):
 
     seconds: int  #: Time to measure, start of the process excluded.
     measure: Callable[[Setting, Record], None]
-    variables: Mapping[str, str] = types.MappingProxyType(
-        {}
-    )  #: Environment variables of its process.
+    #: Environment variables of its process.
+    variables: Mapping[str, str] = types.MappingProxyType({})
 
 
 # The first five fit into one command.
 PARTS = {
     "device": Part(40, device),
-    "bits": Part(
-        150, bits_, {"JAX_ENABLE_COMPILATION_CACHE": "false"}
-    ),  # else the second compilation is the first
+    # With the cache its second compilation would be the first.
+    "bits": Part(150, bits_, {"JAX_ENABLE_COMPILATION_CACHE": "false"}),
     "text": Part(35, text),
     "weights": Part(100, weights),
     "invariant": Part(120, invariant),
@@ -586,18 +587,17 @@ def main() -> None:
     parser.add_argument(
         "--compilation-cache", metavar="DIR", help="Directory of compiled programs, or none."
     )
-    parser.add_argument(
-        "--within", type=float, help=argparse.SUPPRESS
-    )  # seconds: run the one part in this process
+    # Seconds: runs the one part in this process.
+    parser.add_argument("--within", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     setting = REHEARSAL if options.rehearse else FULL
     if options.within is not None:
         (name,) = options.only
         measure_part(name, setting, options)
         return
-    os.environ.setdefault(
-        "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
-    )  # the memory is for the processes of the parts
+
+    # The memory is for the processes of the parts.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if not options.rehearse and (problem := gpu_problem(required=True)):
         raise SystemExit(f"error: {problem}; --rehearse tries tiny shapes on any device")
     conditions = {
@@ -610,6 +610,7 @@ def main() -> None:
         result = read_record(options.output, conditions) or conditions | {"parts": {}, "ratios": {}}
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
+
     end = time.monotonic() + BUDGET
     for name in options.only or PARTS:
         earlier = result["parts"].get(name, {})
@@ -636,12 +637,13 @@ def measure_part(name: str, setting: Setting, options: argparse.Namespace) -> No
 
 
 def run_part(name: str, options: argparse.Namespace, end: float) -> str:
-    """Runs a part in its own process until its limit or the end of the budget. Returns how it ended."""
+    """Runs a part in its own process until a limit. Returns how it ended."""
     part = PARTS[name]
     remaining = end - time.monotonic() - START - ROOM
     seconds = min(part.seconds * (4 if options.rehearse else 1), remaining)
     if seconds < LEAST:
         return "not run: the budget was spent; run the command again"
+
     command = [sys.executable, __file__, "--output", str(options.output), "--only", name]
     command += ["--within", f"{seconds:.0f}", *["--rehearse"] * options.rehearse]
     if options.compilation_cache is not None:
@@ -655,6 +657,7 @@ def run_part(name: str, options: argparse.Namespace, end: float) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"cut off after {limit:.0f} s; run the command again"
+
     if process.returncode:
         lines = process.stderr.strip().splitlines() or [f"it ended with code {process.returncode}"]
         return f"failed: {lines[-1][:300]}"
@@ -673,6 +676,7 @@ def ratios(parts: dict[str, Any]) -> dict[str, float]:
         if isinstance(figure, dict) and "rounds" in figure
     }
     seconds = {name: figure["seconds_per_round"]["median"] for name, figure in timed.items()}
+
     results = ratios_of_weights(figures["weights"])
     if "same text" in figures["text"]:
         results["same text"] = figures["text"]["same text"]
@@ -688,7 +692,7 @@ def ratios(parts: dict[str, Any]) -> dict[str, float]:
 
 
 def ratios_of_weights(figures: dict[str, Any]) -> dict[str, float]:
-    """Returns speeds of plain decoding in multiples of bfloat16's, and shares of a copy's bandwidth."""
+    """Returns speeds of plain decoding in those of bfloat16, and shares of a copy's bandwidth."""
     results = {}
     for kind in WEIGHTS:
         plain = figures.get(f"{kind}, plain", {})
@@ -708,6 +712,7 @@ def shown(result: dict[str, Any]) -> str:
         + ", a REHEARSAL: nothing counts" * result["rehearsal"],
     ]
     lines += [f"  {name}: {value:.3f}" for name, value in result["ratios"].items()]
+
     cells = []
     for part, measured in result["parts"].items():
         for name, figure in measured["figures"].items():

@@ -1,6 +1,6 @@
-"""The experiment of every speculative decoding paper, in one command: speed-up by task, temperature and batch.
+"""The experiment of every paper, in one command: speed-up by task, temperature and batch.
 
-    python examples/headline.py --vllm-python PYTHON                       # the shipped pair, its own prompts
+    python examples/headline.py --vllm-python PYTHON       # the shipped pair, its own prompts
     python examples/headline.py --target DIR --drafter DIR --vllm-python PYTHON \\
         --prompts mt-bench=question.jsonl humaneval=HumanEval.jsonl gsm8k=test.jsonl
 
@@ -40,12 +40,12 @@ from validation.engines.vllm.process import Process
 SCHEMA = 2
 OURS = "ours"
 RECORDED = (
-    "name", "decode_tokens_per_second", "total_tokens_per_second", "ratio", "acceptance", "first_token", "per_token",
-    "bandwidth_share", "compile_seconds", "same_texts", "repeatable",
+    "name", "decode_tokens_per_second", "total_tokens_per_second", "ratio", "acceptance",
+    "first_token", "per_token", "bandwidth_share", "compile_seconds", "same_texts", "repeatable",
 )  # fmt: skip
 COLUMNS = [
-    "prompts", "T", "batch", "method", "tokens/s", "over plain", "over vLLM", "τ", "accepted per position",
-    "% of roofline", "same texts",
+    "prompts", "T", "batch", "method", "tokens/s", "over plain", "over vLLM", "τ",
+    "accepted per position", "% of roofline", "same texts",
 ]  # fmt: skip
 
 
@@ -131,6 +131,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     if "--rehearse" in (sys.argv if arguments is None else arguments):
         parser.set_defaults(batches=[1, 2], max_prompts=2, max_new_tokens=16, repeats=2)
     options = parser.parse_args(arguments)
+
     if unnamed := [text for text in options.prompts if not all(text.partition("="))]:
         parser.error(f"--prompts {unnamed[0]}: expected NAME=FILE, such as gsm8k=test.jsonl")
     if (
@@ -153,6 +154,7 @@ class Experiment:
         self.target = load_target(options.target, dtype=options.dtype, weights=options.weights)
         self.drafter = load_drafter(options.drafter, target=self.target)
         self.sets = self._prompts()
+
         nodes, depth, top_k = options.tree
         drafts: dict[str, Any] = {
             f"chain K={k}": {"num_speculative_tokens": k} for k in options.chains
@@ -169,9 +171,11 @@ class Experiment:
 
     def _prompts(self) -> dict[str, list[Prompt]]:
         """Reads the sets of prompts by name; the categories of the shipped file are sets."""
-        read = lambda file: read_prompts(
-            Path(file), self.target, max_new_tokens=self.options.max_new_tokens
-        )
+
+        def read(file: str | Path) -> list[Prompt]:
+            limit = self.options.max_new_tokens
+            return read_prompts(Path(file), self.target, max_new_tokens=limit)
+
         sets = {
             name: read(file)
             for name, _, file in (text.partition("=") for text in self.options.prompts)
@@ -181,7 +185,7 @@ class Experiment:
         return {name: in_turn(prompts, self.options.max_prompts) for name, prompts in sets.items()}
 
     def _record(self) -> dict[str, Any]:
-        """Reads what earlier runs measured under the same conditions; a record without cells if there is none."""
+        """Reads what earlier runs measured under the same conditions; else a new record."""
         names = ("dtype", "weights", "tree", "max_prompts", "max_new_tokens", "repeats")
         about = environment(target=self.options.target, drafter=self.options.drafter)
         conditions = {
@@ -199,23 +203,29 @@ class Experiment:
         }
 
     def batch_of(self, cell: Cell) -> list[list[int]]:
-        """Returns the token ids of full batches; prompts are repeated where there are fewer than a batch."""
+        """Returns the token ids of full batches; prompts are repeated to fill one."""
         tokens = [prompt.tokens for prompt in self.sets[cell.prompts]]
         count = max(len(tokens) // cell.batch, 1) * cell.batch
         return [tokens[index % len(tokens)] for index in range(count)]
 
     def missing(self) -> list[Cell]:
-        """Returns the cells that the record lacks; those of a vLLM engine are neighbors, since it is loaded once."""
+        """Returns the cells that the record lacks.
+
+        Those of a vLLM engine are neighbors, since it is loaded once.
+        """
         options = self.options
         rivals = [OURS]
         if options.vllm_python:
             rivals += ["plain", *(f"chain K={k}" for k in options.chains)]
         axes = (rivals, self.sets, options.temperatures, sorted(options.batches))
+
+        def is_missing(cell: Cell) -> bool:
+            figures = self.record["cells"].get(cell.key, {})
+            # A failed cell has no hash.
+            return figures.get("sha256_of_prompts") != sha256_of_prompts(self.batch_of(cell))
+
         cells = itertools.starmap(Cell, itertools.product(*axes))
-        hash_of = lambda cell: (
-            self.record["cells"].get(cell.key, {}).get("sha256_of_prompts")
-        )  # a failed cell has none
-        return [cell for cell in cells if hash_of(cell) != sha256_of_prompts(self.batch_of(cell))]
+        return list(filter(is_missing, cells))
 
     def run(self) -> None:
         """Measures what is missing; writes the record after every cell."""
@@ -244,6 +254,7 @@ class Experiment:
         process = Process(options.vllm_python, threads=len(os.sched_getaffinity(0)))
         closing.callback(process.close)
         self.record["environment"]["vllm"] = process.versions
+
         head = locate(options.drafter, "eagle3")
         length = 0 if rival == "plain" else int(rival.partition("=")[2])
         longest = max(len(prompt.tokens) for prompts in self.sets.values() for prompt in prompts)
@@ -257,14 +268,13 @@ class Experiment:
             eager=False,
         )
         engine = process.engine(engine_options)
-        if (
-            process.versions["device"] == "cpu" and length
-        ):  # the CPU build samples wrongly under speculation
+        # The CPU build samples wrongly under speculation.
+        if process.versions["device"] == "cpu" and length:
             closing.enter_context(engine.repaired("sampling"))
         return engine
 
     def _measure(self, cell: Cell, engine: Any) -> dict[str, Any]:
-        """Measures one cell: contenders in turn, ratios within a repeat to plain decoding or to vLLM."""
+        """Measures one cell: contenders in turn, ratios to plain decoding or to vLLM."""
         options = self.options
         temperature = cell.temperature
         names = list(self.decoders) if cell.rival == OURS else [cell.rival]
@@ -276,6 +286,7 @@ class Experiment:
         if engine is not None:
             baseline = f"vLLM {cell.rival}"
             contenders.append(VLLMContender(baseline, options.dtype, engine, temperature))
+
         prompts = self.batch_of(cell)
         large = 2**28 if jax.default_backend() == "cpu" else 2**31
         report = measure(
@@ -289,6 +300,7 @@ class Experiment:
             streams=0,
             large=2**24 if options.rehearse else large,
         )
+
         measured = map(dataclasses.asdict, report.rows)
         rows = [
             {name: figure for name, figure in row.items() if name in RECORDED} for row in measured
@@ -307,15 +319,20 @@ class Experiment:
 
 
 def table(record: dict[str, Any]) -> list[list[str]]:
-    """Returns a row for each method and cell. Next to vLLM our row gives only the ratio to it and the equal texts."""
+    """Returns a row for each method and cell.
+
+    Next to vLLM our row gives only the ratio to it and the equal texts.
+    """
     cells = [cell for cell in record["cells"].values() if "rows" in cell]
     cells.sort(key=lambda cell: (*setting_of(cell), cell["rival"] != OURS))
+
     next_to_vllm = {
         (*setting_of(cell), row["name"]): row
         for cell in cells
         if cell["rival"] != OURS
         for row in cell["rows"]
     }
+
     lines = []
     for cell in cells:
         for row in cell["rows"]:
@@ -387,8 +404,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault(
-        "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
-    )  # vLLM needs its share of the GPU
+    # vLLM needs its share of the GPU.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     keep_compiled_programs(None)  # most of a first run is compiling
     main()

@@ -1,9 +1,9 @@
-"""How much text a draft head needs: heads learn from more and more of it, and a line is fitted to their acceptance.
+"""How much text a draft head needs: heads learn from more and more of it.
 
-Every head makes the same number of passes over its text, and its learning rate falls to zero. The
-measure is the share of rounds on held-out texts that accept their first draft token, at the best
-evaluation of a run. It was run for 15,000 tokens on a CPU: six minutes of one core, after those for
-the features. More text needs a GPU::
+A line is fitted to their acceptance. Every head makes the same number of passes over its text, and
+its learning rate falls to zero. The measure is the share of rounds on held-out texts that accept
+their first draft token, at the best evaluation of a run. It was run for 15,000 tokens on a CPU: six
+minutes of one core, after those for the features. More text needs a GPU::
 
     python examples/text_curve.py smollm2 examples/data/smollm2 --features features \\
         --tokens 250000 500000 1000000 2000000 --passes 10 --unroll 5 --batch 43
@@ -34,7 +34,7 @@ from eagle3_jax.training.texts import Text, Texts, token_counts
 from eagle3_jax.training.ttt import TTTConfig, ttt_loss
 from eagle3_jax.training.vocab import select_draft_vocabulary
 
-# share of the documents, by hash, as `eagle3 train head` holds out of examples/data/smollm2
+# Share of the documents, by hash, as `eagle3 train head` holds out of examples/data/smollm2.
 HELD_OUT = 0.01
 EVALUATIONS = 5  # of a run
 
@@ -88,6 +88,7 @@ def main() -> None:
         "draft_to_target": jnp.asarray(vocabulary),
     }
     evaluation = Evaluation(target, drafter, frozen, held_out, features_held_out, 1)
+
     rows: list[dict[str, Any]] = []
     if options.head is not None:
         rows.append(
@@ -111,7 +112,7 @@ def main() -> None:
 
 
 def read_texts(directory: Path) -> tuple[Texts, Texts]:
-    """Reads texts in a random order, the first of those with the same prompt: to learn from, and held out."""
+    """Returns the texts to learn from and those held out, in a random order, a prompt once."""
     paths = sorted(directory.glob("texts-*.npz"))
     if not paths:
         sys.exit(
@@ -192,15 +193,18 @@ def trained(
         batch, frozen, output = inputs
         return ttt_loss(drafter, target.model, {**params, **output}, frozen, batch, objective)  # type: ignore[arg-type]
 
-    trainer = Trainer(loss, optimizer)
-    inputs_at = lambda step: (batch_at(step), frozen, output)
+    def inputs_at(step: int) -> Any:
+        return batch_at(step), frozen, output
+
     every = max(1, num_steps // EVALUATIONS)
+    trainer = Trainer(loss, optimizer)
     evaluations = []
     for state, _ in trainer.run(trainer.start(start), inputs_at, num_steps):
         step = int(state.step)
         if step % every == 0:
             evaluations.append({"step": step, **measured(evaluation, {**state.params, **output})})
     best = max(evaluations, key=lambda values: values["tau"])
+
     size = {"tokens": int(texts.learn.sum()), "texts": len(texts), "steps": num_steps}
     return {**size, "best": best, "evaluations": evaluations}
 
@@ -212,7 +216,10 @@ def fit_line(rows: list[dict[str, Any]]) -> str:
     ]
     slope, constant = np.polyfit(*zip(*points, strict=True), 1)
     residual = max(abs(slope * x + constant - y) for x, y in points)
-    return f"acceptance rises by {slope:.3f} a doubling of the text; largest distance from the line {residual:.3f}"
+    return (
+        f"acceptance rises by {slope:.3f} a doubling of the text; largest distance from the line"
+        f" {residual:.3f}"
+    )
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ import first_cell
 
 first_cell.start()
 
+import itertools
 import time
 
 import jax
@@ -54,7 +55,6 @@ from scipy.stats import binomtest
 
 import eagle3_jax as e3
 from eagle3_jax.bench.contenders import DecoderContender
-from eagle3_jax.bench.load import Load, run_load
 from eagle3_jax.bench.rounds import timed_rounds
 from eagle3_jax.bench.step_costs import step_costs
 from eagle3_jax.drafters.plain import Plain
@@ -547,32 +547,51 @@ assert 0.15 < tail.slower_than_plain < 0.21, "the requests of the hard class"
 # ## Requests that come and go
 #
 # So far all rows of a batch began together. An engine gives a row that ends to the next request.
-# `run_load` sends the requests: from a number of users who each wait for an answer, or at random,
-# some a second. The time to first token now contains the wait for a row, and a chunk wait contains
-# the prefill of other requests. The page [Serve a model](../docs/serving.md#under-load) has
-# measurements of a chat model.
+# Here a number of users send the requests, and each waits for an answer before the next request. The
+# time to first token now contains the wait for a row, and a chunk wait contains the prefill of other
+# requests. The page [Serve a model](../docs/serving.md#under-load) measures a server so, with
+# `vllm bench serve`.
 
 # %%
 SLOTS = 4
 requests = [Request(prompt, 12 + 2 * number, ignore_stop=True) for number, prompt in enumerate(prompts)]
-loads = (Load(concurrency=1), Load(concurrency=8), Load(rate=6.0))
-print(f"{'':6} {'':14} tokens/s rows    τ {'TTFT p50 p90 p99':>25} {'chunk wait p50 p90 p99':>24}")
+engines = {}
 for name, decoder in {
     "plain": e3.SpeculativeDecoder(target, stop_tokens=()),
     "K = 3": chain(3),
 }.items():
-    engine = Engine(decoder, slots=SLOTS, capacity=192, sampling_mode=SamplingMode.GREEDY)
-    engine.run(requests[:SLOTS])  # compiles
-    runs = [run_load(engine, requests, load) for load in loads]
-    for load, run in zip(loads, runs, strict=True):
-        waits = [gap for timeline in run.timelines for gap in timeline.gaps]
-        firsts = [timeline.first_token for timeline in run.timelines]
-        tau = run.stats.mean_acceptance_length
-        speed = f"{run.tokens_per_second:8.0f} {run.rows_running:4.1f} {tau:4.2f}"
-        print(f"{name:6} {load.name:14} {speed} {shown(firsts):>25} {shown(waits):>24}")
-    texts = [[timeline.output for timeline in run.timelines] for run in runs]
-    assert texts[0] == texts[1] == texts[2], "a text does not depend on the other requests"
-    assert runs[0].stats == runs[1].stats == runs[2].stats, "nor does acceptance"
+    engines[name] = Engine(decoder, slots=SLOTS, capacity=192, sampling_mode=SamplingMode.GREEDY)
+    engines[name].run(requests[:SLOTS])  # compiles
+
+seen = {name: [] for name in engines}
+print(f"{'':6} users tokens/s    τ {'TTFT p50 p90 p99':>25} {'chunk wait p50 p90 p99':>24}")
+for name, users in itertools.product(engines, (1, 4, 8)):
+    engine = engines[name]
+    moments = {}  # of each request: when it was sent, then its chunks
+    last_events = {}
+    while len(last_events) < len(requests):
+        sent = len(moments)
+        if sent < len(requests) and sent - len(last_events) < users:
+            moments[engine.submit(requests[sent])] = [time.perf_counter()]
+            continue
+        for event in engine.tick():
+            moments[event.ticket].append(time.perf_counter())
+            if event.output is not None:
+                last_events[event.ticket] = event
+
+    answers = [last_events[ticket].output for ticket in moments]
+    acceptance = e3.SpeculationStats.merge([event.stats for event in last_events.values()])
+    seen[name].append((answers, acceptance))
+    times = list(moments.values())
+    speed = sum(map(len, answers)) / (max(map(max, times)) - times[0][0])
+    firsts = shown([chunks[1] - chunks[0] for chunks in times])
+    waits = shown(np.concatenate([np.diff(chunks[1:]) for chunks in times]))
+    tau = acceptance.mean_acceptance_length
+    print(f"{name:6} {users:5} {speed:8.0f} {tau:4.2f} {firsts:>25} {waits:>24}")
+for by_users in seen.values():
+    assert by_users[0] == by_users[1] == by_users[2], (
+        "texts and acceptance do not depend on the other requests"
+    )
 
 # %% [markdown]
 # ## Common mistakes

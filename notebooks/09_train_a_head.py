@@ -38,6 +38,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import corpus  # examples/corpus.py: CPython's standard library as text
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
@@ -48,7 +49,7 @@ from pictures.ribbons import acceptance_ribbons
 import eagle3_jax as e3
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.prompts import benchmark
-from eagle3_jax.training import corpus, vocab
+from eagle3_jax.training import vocab
 from eagle3_jax.training.batches import batch_of, text_batches
 from eagle3_jax.training.loop import OptimizerConfig, Trainer
 from eagle3_jax.training.methods import initial_head, official_head

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import tiny
+from corpus import HELD_OUT
 
 import eagle3_jax as e3
 from eagle3_jax.files.sources import bundled
-from eagle3_jax.training.corpus import HELD_OUT
 
 
 def prompts(kind: str) -> list[str]:

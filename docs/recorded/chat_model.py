@@ -1,4 +1,4 @@
-"""The table of the published chat model, from the record that ``examples/smollm2.py`` writes."""
+"""The table of the published chat model, from the record of ``experiments.py chat-model``."""
 
 from __future__ import annotations
 

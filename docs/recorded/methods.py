@@ -1,4 +1,4 @@
-"""Tables of docs/methods/index.md, from methods.toml and from methods.json, the record of ``examples/methods.py``.
+"""Tables of docs/methods/index.md, from methods.toml and from methods.json, the record of ``experiments.py methods``.
 
 A method that is not in the record is "not measured". The time of a verification is noisy on two
 shared cores, and the same for every method: the tables use the median over the methods, and derive

@@ -113,8 +113,6 @@ def cell_text(name: str, value: Any) -> str:
                 if low is None
                 else f"{_number(mean)} [{_number(low)}-{_number(high)}]"
             )
-        case {"p50": {}, "p90": {}, "p99": {}}:
-            return " ".join(f"{1e3 * interval['value']:.0f}" for interval in value.values())
         case {"p50": _, "p90": _, "p99": _}:
             return " ".join(f"{1e3 * seconds:.2f}" for seconds in value.values())
         case list() | tuple():

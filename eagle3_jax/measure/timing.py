@@ -116,34 +116,6 @@ class Interval:
     high: float | None = None  #: Upper end.
 
 
-@dataclasses.dataclass(frozen=True)
-class Quantiles:
-    """Quantiles of a waiting time in seconds, each with its 95 % interval."""
-
-    p50: Interval
-    p90: Interval
-    p99: Interval
-
-    @classmethod
-    def of(cls, seconds: Iterable[float]) -> Quantiles:
-        """Returns the quantiles of at least one value."""
-        values = np.fromiter(seconds, float)
-        return cls(*(quantile(values, share) for share in _PERCENTILES))
-
-
-def quantile(values: np.ndarray, share: float) -> Interval:
-    """Returns a quantile with its interval.
-
-    The ends are two of the values (Conover, 1999, section 3.2), or ``None`` where there are too few
-    values to give one.
-    """
-    from scipy import stats
-
-    interval = stats.quantile_test(values, p=share).confidence_interval(CONFIDENCE)
-    low, high = (float(end) if np.isfinite(end) else None for end in interval)
-    return Interval(float(np.quantile(values, share)), low, high)
-
-
 def ratio_of_sums(numerators: ArrayLike, denominators: ArrayLike) -> Interval:
     """Returns ``Σ numerators / Σ denominators``, resampled in pairs.
 

@@ -7,6 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
+import corpus
 import jax
 import pytest
 
@@ -19,7 +20,7 @@ PROMPT = ("--prompt-ids", "[1, 17, 5, 42]", "--max-new-tokens", "8", "--ignore-e
 TREE = ("--tree", "num_nodes=60,max_depth=8,top_k=10")
 COMMANDS = [
     "generate", "convert", "inspect", "doctor", "bench", "tune",
-    "train", "train corpus", "train target", "train data", "train head",
+    "train", "train target", "train data", "train head",
     "plan speedup", "plan memory", "plan roofline", "plan cost", "plan rollout",
 ]  # fmt: skip
 
@@ -312,13 +313,12 @@ def test_a_pair_is_trained_from_sources_alone(cli, refused, tmp_path):
         (stdlib / f"{name}.py").write_text(
             "".join(f"def {name}{i}(x):\n    return x + {i}\n" for i in range(60))
         )
-    assert cli("train", "corpus", data, "--stdlib", stdlib, "--vocab-size", 280)[0] == 0
+    corpus.main([str(data), "--stdlib", str(stdlib), "--vocab-size", "280"])
     parts = {
         row["name"]: row["part"]
         for row in map(json.loads, (data / "corpus.jsonl").read_text().splitlines())
     }
     assert parts == {"code/ast.py": "train", "code/bisect.py": "held-out", "code/cmd.py": "train"}
-    assert str(data) in refused("train", "corpus", data, "--stdlib", stdlib)
 
     shape = (
         "--layers", 8, "--width", 16, "--mlp-width", 16, "--heads", 2, "--kv-heads", 1, "--head-dim", 8,

@@ -258,9 +258,9 @@ def test_the_algorithm_quotes_the_run_of_its_pictures() -> None:
 
 
 def test_the_example_measures_what_the_tables_show(tmp_path: Path) -> None:
-    options = "--named ngram --chains 2 --tree 3 2 2 --prompts 1 --repeats 1 --max-new-tokens 4"
-    main = runpy.run_path(str(ROOT / "examples" / "methods.py"))["main"]
-    main([*options.split(), "--output", str(tmp_path / "methods.json")])
+    options = "--named ngram --chains 2 --tree 3 2 2 --max-prompts 1 --repeats 1 --max-new-tokens 4"
+    main = runpy.run_path(str(ROOT / "examples" / "experiments.py"))["main"]
+    main(["methods", *options.split(), "--output", str(tmp_path / "methods.json")])
     record = json.loads((tmp_path / "methods.json").read_text())
     assert [(row["method"], row["draft"]) for row in record["rows"]] == [
         ("ngram", "K=2"), ("eagle3", "K=2"), ("eagle3", "tree N=3 G=2"),

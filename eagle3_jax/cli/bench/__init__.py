@@ -32,7 +32,6 @@ from eagle3_jax.cli._parts import (
 from eagle3_jax.cli._printing import print_page
 from eagle3_jax.cli._progress import Activity, counted, spinner
 from eagle3_jax.cli.bench.field import Field, MethodOptions, Models
-from eagle3_jax.cli.bench.load import LoadOptions, measure_loads
 from eagle3_jax.cli.bench.report import Findings, check_directory, write_report
 from eagle3_jax.files.sources import is_named, without_lookup
 
@@ -42,10 +41,9 @@ if TYPE_CHECKING:
     from eagle3_jax.prompts.benchmark import Prompt
 
 EXAMPLE = """\b
-Examples, the second for a first look, the third under a load:
+Examples, the second for a first look:
   eagle3 bench --tasks code --max-prompts 4 --batch-size 1,4 --output results
-  eagle3 bench --max-prompts 2 --repeats 2 --chains 3 --tree none --rivals none
-  eagle3 bench --concurrency 1,4,16 --rate 2 --max-prompts 32 --schedule '[[1,2,3],[3,4,1],[5,64,0]]'"""
+  eagle3 bench --max-prompts 2 --repeats 2 --chains 3 --tree none --rivals none"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,10 +187,9 @@ def bench(
     models: ModelOptions,
     prompts: PromptOptions,
     methods: MethodOptions,
-    load: LoadOptions,
     rivals: Annotated[
         Literal["transformers", "none"],
-        typer.Option(help="Other software to measure on the same prompts, without a load."),
+        typer.Option(help="Other software to measure on the same prompts."),
     ] = "transformers",
     repeats: Annotated[int, typer.Option(help="Measured passes.", min=1, max=10_000)] = 5,
     batch_size: Annotated[
@@ -206,8 +203,7 @@ def bench(
     """Measure drafts against plain decoding and transformers.
 
     All take turns on the same prompts: plain decoding, chains, trees, prompt lookup and
-    transformers. With --concurrency, --rate or --arrivals the prompts are requests that come and
-    go, and their waiting times are measured.
+    transformers.
 
     Ctrl-C ends the measurement; the repeats completed until then are reported.
 
@@ -218,28 +214,22 @@ def bench(
     from eagle3_jax.measure.environment import hardware
     from eagle3_jax.measure.memory import allocate_on_demand
 
-    drafts = methods.read(is_shape=models.shape is not None, is_load=load.is_load)
+    drafts = methods.read(is_shape=models.shape is not None)
     sizes = parse_numbers(batch_size, "--batch-size")
     models.check()
-    load.check()
-    if load.is_load and sizes != [1]:
-        raise Misuse(f"--batch-size {batch_size}: under a load --slots is the number of rows")
     if models.shape is not None and [name for name in prompts.prompts or [] if name != "random"]:
         raise Misuse(
             "--shape has no tokenizer; leave --prompts out, and choose a length with"
             " --prompt-tokens"
         )
     check_directory(output)
-    load.loads(0)  # what is wrong with them is told before anything is loaded
     fetch_first(models.target, *(models.drafter or []))
     if not models.drafter and models.target is not None:
         models = dataclasses.replace(
             models, drafter=[announced(measured_drafter(models.target), models.target)]
         )
     with spinner("loading") as now:
-        if (
-            rivals != "none" and models.shape is None and not load.is_load
-        ):  # PyTorch needs memory of the same GPU
+        if rivals != "none" and models.shape is None:  # PyTorch needs memory of the same GPU
             allocate_on_demand()
         dtype = measured_dtype(models.dtype)
         loaded = models.read(dtype)
@@ -255,30 +245,18 @@ def bench(
         about = _about(models, loaded, prompts.prompts or [], chosen) | {
             "simulated_acceptance": drafts.simulation
         }
-        if load.is_load:
-            findings = measure_loads(
-                field.of_library,
-                loaded,
-                load,
-                chosen,
-                max_new_tokens=prompts.max_new_tokens,
-                repeats=repeats,
-                about=about,
-                now=now,
-            )
-        else:
-            if rivals != "none":
-                now.say("loading transformers")
-                _add_transformers(field, models, "float32" if dtype == "mixed" else dtype)
-            field.drop_broken(chosen[0].tokens)
-            reports = _measure(field, chosen, sizes, prompts.max_new_tokens, repeats, now)
-            findings = Findings(
-                device=hardware(),
-                about=about,
-                reports=reports,
-                missing=field.missing,
-                interruption=_interruption(reports, sizes, repeats),
-            )
+        if rivals != "none":
+            now.say("loading transformers")
+            _add_transformers(field, models, "float32" if dtype == "mixed" else dtype)
+        field.drop_broken(chosen[0].tokens)
+        reports = _measure(field, chosen, sizes, prompts.max_new_tokens, repeats, now)
+    findings = Findings(
+        device=hardware(),
+        about=about,
+        reports=reports,
+        missing=field.missing,
+        interruption=_interruption(reports, sizes, repeats),
+    )
     if output is not None:
         write_report(findings, output)
     print_page(findings.page(), as_json=as_json)

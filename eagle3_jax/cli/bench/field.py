@@ -20,10 +20,9 @@ if TYPE_CHECKING:
 
 _PUBLISHED = "Llama-3.1-8B with its EAGLE-3 head on MT-Bench"
 # Fewer drafts are measured with random weights, since programs of large shapes take long to
-# compile, and under a load, since each draft takes a run of all requests.
+# compile.
 _TRAINED = {"chains": "1-7", "tree": ["num_nodes=60,max_depth=8,top_k=10"], "ngram": "5"}
 _SHAPE = {"chains": "3,5", "tree": ["num_nodes=60,max_depth=7,top_k=10"], "ngram": "none"}
-_LOAD = {"chains": "3", "tree": ["none"], "ngram": "none"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,10 +32,7 @@ class MethodOptions:
     chains: Annotated[
         str | None,
         typer.Option(
-            help=(
-                "Chain lengths K: '1-7', '1,3,5' or 'none'.  [default: 1-7; of a --shape 3,5; under"
-                " a load 3]"
-            )
+            help="Chain lengths K: '1-7', '1,3,5' or 'none'.  [default: 1-7; of a --shape 3,5]"
         ),
     ] = None
     tree: Annotated[
@@ -44,17 +40,14 @@ class MethodOptions:
         typer.Option(
             help=(
                 "A tree, or 'none'; may be repeated.  [default: num_nodes=60,max_depth=8,top_k=10;"
-                " of a --shape max_depth=7; under a load none]"
+                " of a --shape max_depth=7]"
             )
         ),
     ] = None
     ngram: Annotated[
         str | None,
         typer.Option(
-            help=(
-                "Lengths K of prompt lookup, or 'none'.  [default: 5; of a --shape or under a load"
-                " none]"
-            )
+            help="Lengths K of prompt lookup, or 'none'.  [default: 5; of a --shape none]"
         ),
     ] = None
     simulated_acceptance_length: Annotated[
@@ -71,9 +64,9 @@ class MethodOptions:
     ] = None
     verifier: VerifierOption = None
 
-    def read(self, *, is_shape: bool, is_load: bool) -> Methods:
+    def read(self, *, is_shape: bool) -> Methods:
         """Returns the drafts of these options, or the default ones of a kind of measurement."""
-        options: dict[str, Any] = dict(_LOAD if is_load else _SHAPE if is_shape else _TRAINED)
+        options: dict[str, Any] = dict(_SHAPE if is_shape else _TRAINED)
         options |= {
             name: value
             for name, value in vars(self).items()

@@ -15,7 +15,6 @@ from eagle3_jax.measure.tables import Table, write_text
 
 if TYPE_CHECKING:
     from eagle3_jax.bench.results import NotMeasured, Report
-    from eagle3_jax.cli.bench.load import LoadFindings
 
 _SPEED = {
     "method": "name",
@@ -140,7 +139,7 @@ def check_directory(path: Path | None) -> None:
         raise Misuse(f"--output {path} cannot be written: no permission in {parent}")
 
 
-def write_report(findings: Findings | LoadFindings, directory: Path) -> None:
+def write_report(findings: Findings, directory: Path) -> None:
     """Writes ``bench.json`` and ``bench.md``."""
     page = findings.page()
     failures = [f"**FAILED: {failure}**" for failure in findings.failures]

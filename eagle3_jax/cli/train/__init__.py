@@ -1,4 +1,4 @@
-"""``eagle3 train``: texts and a draft head for a target; and a small target, from an installed CPython."""
+"""``eagle3 train``: texts and a draft head for a target; and a small target."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import typer
 
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._options import grouped
-from eagle3_jax.cli._progress import spinner
 from eagle3_jax.cli.train.data import data
 from eagle3_jax.cli.train.files import (
     check_trainable,
@@ -34,7 +33,6 @@ from eagle3_jax.cli.train.run import (
     train,
 )
 from eagle3_jax.devices.compilation import keep_compiled_programs
-from eagle3_jax.files.writing import whole_directory
 
 if TYPE_CHECKING:
     from eagle3_jax.models.config import DecoderConfig
@@ -46,7 +44,7 @@ Example, a head for a chat model from your conversations:
   eagle3 train head smollm2 data head
 With --rewrite the target writes the answers. With --self 4000 it writes 4,000
 conversations. The recipe of the bundled pair also trains the target:
-  eagle3 train corpus corpus
+  python examples/corpus.py corpus
   eagle3 train target corpus target
   eagle3 train data target data corpus/train.jsonl
   eagle3 train head target data head
@@ -96,66 +94,11 @@ class TargetShape:
         )
 
 
-@app.command("corpus", epilog="Example: eagle3 train corpus data --docs cpython/Doc")
-def corpus(
-    out: Annotated[Path, typer.Argument(help="Directory to create.")],
-    *,
-    stdlib: Annotated[
-        Path | None, typer.Option(help="CPython's Lib. Default: that of this interpreter.")
-    ] = None,
-    docs: Annotated[
-        Path | None, typer.Option(help="CPython's Doc. Default: the topics of pydoc.")
-    ] = None,
-    vocab_size: Annotated[
-        int,
-        typer.Option(help="Vocabulary size of the byte-level BPE tokenizer.", min=257, max=65_536),
-    ] = 4096,
-    seed: SeedOption = 0,
-) -> None:
-    """Gather CPython's sources and documentation, train a tokenizer and encode them.
-
-    Writes tokenizer.json, train.npy, heldout.npy, corpus.jsonl (every file with its hash and its
-    part), and train.jsonl: the documents to train on, for `eagle3 train data`.
-    """
-    import sysconfig
-
-    import numpy as np
-
-    from eagle3_jax.training import corpus as texts
-
-    source = stdlib or Path(sysconfig.get_path("stdlib"))
-    if out.exists():
-        raise Misuse(f"{out} exists already; name a new directory")
-    if docs is not None and not docs.is_dir():
-        raise Misuse(f"--docs {docs} is not a directory; give CPython's Doc folder")
-    documents = texts.read_corpus(source, docs)
-    train = [document for document in documents if not document.held_out]
-    held_out = [document for document in documents if document.held_out]
-    if not train or not held_out:
-        raise Misuse(
-            f"--stdlib {source} is no CPython Lib: it holds {len(train)} files to train on,"
-            f" {len(held_out)} held out"
-        )
-    with spinner("training the tokenizer"):
-        tokenizer = texts.train_tokenizer((document.text for document in train), vocab_size)
-    with spinner("encoding"), whole_directory(out) as folder:
-        texts.save_tokenizer(tokenizer, folder)
-        for name, part in (("train.npy", train), ("heldout.npy", held_out)):
-            np.save(folder / name, texts.encode(tokenizer, part, seed))
-        texts.write_documents(folder / "train.jsonl", train)
-        texts.write_manifest(folder / "corpus.jsonl", documents)
-    sizes = [len(np.load(out / name, mmap_mode="r")) for name in ("train.npy", "heldout.npy")]
-    typer.echo(
-        f"wrote {out}: {len(train)} files, {sizes[0]:,} tokens; held out {len(held_out)} files,"
-        f" {sizes[1]:,} tokens"
-    )
-
-
 @app.command("target", epilog="Example: eagle3 train target data target --steps 900")
 @grouped
 def target(
     data: Annotated[
-        Path, typer.Argument(metavar="CORPUS", help="Directory that `eagle3 train corpus` wrote.")
+        Path, typer.Argument(metavar="CORPUS", help="Directory that `examples/corpus.py` wrote.")
     ],
     out: Annotated[
         Path, typer.Argument(help="Directory to write; its checkpoints/ is where a run continues.")

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 CHECKPOINTS = "checkpoints"
 _PARTIAL = ".partial"
+_END_OF_TEXT = "<|endoftext|>"  # of a document of the corpus; the stop token of its target
 DATA_RECORD = (  # the options of `eagle3 train data`, and how many shards there are when all are
     "data.json"
 )
@@ -40,7 +41,8 @@ def read_corpus(directory: Path) -> tuple[Any, Tokenizer]:
     tokenizer = read_tokenizer(directory / "tokenizer.json")
     if tokenizer is None or not path.is_file():
         raise Misuse(
-            f"{directory} is not a corpus; write one with `eagle3 train corpus {directory}`"
+            f"{directory} is not a corpus: it has no train.npy with token ids and no tokenizer.json;"
+            " examples/corpus.py writes both"
         )
     try:
         tokens = np.load(path, mmap_mode="r")
@@ -269,9 +271,8 @@ def write_target(out: Path, data: Path, config: DecoderConfig, params: Any, *, d
     """Writes a target as Hugging Face files, with the tokenizer of its corpus."""
     from eagle3_jax import conversion
     from eagle3_jax.conversion.families import FAMILIES
-    from eagle3_jax.training.corpus import END_OF_TEXT
 
-    stop = read_corpus(data)[1].token_to_id(END_OF_TEXT)
+    stop = read_corpus(data)[1].token_to_id(_END_OF_TEXT)
     checkpoint = conversion.TargetCheckpoint(
         config=config,
         family=FAMILIES["llama"],
