@@ -29,7 +29,9 @@ def start(*, repository: bool = False, device: bool = True, also: tuple[str, ...
     """
     missing = [name for name in (*_NEEDED, *also) if importlib.util.find_spec(name) is None]
     if missing:
-        extra = "notebooks,convert,bench" if {"torch", "transformers"} & set(missing) else "notebooks"
+        extra = (
+            "notebooks,convert,bench" if {"torch", "transformers"} & set(missing) else "notebooks"
+        )
         raise SystemExit(
             f"{', '.join(missing)}: not installed in the environment of this kernel ({sys.executable}); "
             f"install it with: {sys.executable} -m pip install -e '{ROOT}[{extra}]'"
@@ -47,7 +49,8 @@ def start(*, repository: bool = False, device: bool = True, also: tuple[str, ...
     _describe_figures()
     keep_compiled_programs(None)
     print(
-        f"eagle3-jax {eagle3_jax.__version__}, jax {jax.__version__}" + (f", {_device()}" if device else "")
+        f"eagle3-jax {eagle3_jax.__version__}, jax {jax.__version__}"
+        + (f", {_device()}" if device else "")
     )
 
 
@@ -72,7 +75,9 @@ def alternative_text(figure: Figure) -> str:
     """Describes a matplotlib figure in words, such as ``"Plot: τ by batch size. Axes: batch size; τ."``."""
     title = lambda axes: axes.get_title("left") or axes.get_title("center")
     titles = [text for axes in figure.axes if (text := title(axes))]
-    labels = [text for axes in figure.axes for text in (axes.get_xlabel(), axes.get_ylabel()) if text]
+    labels = [
+        text for axes in figure.axes for text in (axes.get_xlabel(), axes.get_ylabel()) if text
+    ]
     text = f"Plot: {'; '.join(titles) or 'untitled'}."
     return f"{text} Axes: {'; '.join(dict.fromkeys(labels))}." if labels else text
 

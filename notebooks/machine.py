@@ -116,7 +116,9 @@ class Configuration:
             raise ValueError(f"a head fits one target only; set {(pair - values.keys()).pop()} too")
         if "EAGLE3_VLLM_PYTHON" in values and set(_URLS) & values.keys():
             raise ValueError("EAGLE3_VLLM_PYTHON and EAGLE3_VLLM_URL name two vLLMs; set one")
-        return cls(**{name.removeprefix("EAGLE3_").lower(): value for name, value in values.items()})
+        return cls(
+            **{name.removeprefix("EAGLE3_").lower(): value for name, value in values.items()}
+        )
 
 
 class Part(NamedTuple):
@@ -143,7 +145,9 @@ class Banner(NamedTuple):
         if self.missing:
             names = ", ".join(part.name for part in self.missing)
             edge = "#d97634"
-            message = f"Stand-ins: {names}. Do not quote their numbers as measurements of the real parts."
+            message = (
+                f"Stand-ins: {names}. Do not quote their numbers as measurements of the real parts."
+            )
         rows = "".join(
             "<tr><td"
             f" style='white-space:nowrap'>{'&#10003; real' if part.real else '&#9888; stand-in'}</td><td><b>{html.escape(part.name)}</b></td><td"
@@ -166,10 +170,10 @@ class Result(NamedTuple):
 
     def _repr_html_(self) -> str:
         kind = "measured here" if self.real else "rehearsal with stand-ins"
-        cells = "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in (self.text, kind))
-        return (
-            f"<table><tr class='eagle3-result'><td><b>{html.escape(self.name)}</b></td>{cells}</tr></table>"
+        cells = "".join(
+            f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in (self.text, kind)
         )
+        return f"<table><tr class='eagle3-result'><td><b>{html.escape(self.name)}</b></td>{cells}</tr></table>"
 
 
 @dataclasses.dataclass(eq=False)
@@ -236,7 +240,9 @@ class Machine:
             VLLMError: The configured vLLM does not answer. The message is one line with the reason.
         """
         configuration = self.configuration
-        if urls := [url for url in (configuration.vllm_url, configuration.vllm_plain_url) if url is not None]:
+        if urls := [
+            url for url in (configuration.vllm_url, configuration.vllm_plain_url) if url is not None
+        ]:
             return Servers(urls)
         if configuration.vllm_python is None:
             return None
@@ -257,7 +263,9 @@ class Machine:
         if isinstance(self.vllm, Servers):
             for server in self.vllm.servers:
                 if server.speculates:
-                    return len(server.counters().get("num_accepted_tokens_per_pos", ())) or num_tokens
+                    return (
+                        len(server.counters().get("num_accepted_tokens_per_pos", ())) or num_tokens
+                    )
         return num_tokens
 
     @functools.cached_property
@@ -306,7 +314,9 @@ class Machine:
             return Part("vLLM", False, f"{why}; the committed record of {described(self.record)}")
         where = versions.get("device", "a server")
         # With a GPU, the CPU build of vLLM is a stand-in: it has different kernels.
-        return Part("vLLM", not (self.on_gpu and where == "cpu"), f"vLLM {versions['vllm']}, on {where}")
+        return Part(
+            "vLLM", not (self.on_gpu and where == "cpu"), f"vLLM {versions['vllm']}, on {where}"
+        )
 
 
 def start(environ: Mapping[str, str] = os.environ) -> Machine:
@@ -345,7 +355,11 @@ def _setting(configuration: Configuration, gpu: bool) -> Setting:
 def datasheet_of(kind: str) -> Accelerator | None:
     """Finds the accelerator of a device name such as ``NVIDIA H100 80GB HBM3``; ``None`` if it is unknown."""
     words = set(re.split(r"[\s\-_/]+", kind.lower()))
-    named = [accelerator for key, accelerator in KNOWN_ACCELERATORS.items() if set(key.split("-")) <= words]
+    named = [
+        accelerator
+        for key, accelerator in KNOWN_ACCELERATORS.items()
+        if set(key.split("-")) <= words
+    ]
     return max(named, key=lambda accelerator: len(accelerator.name), default=None)
 
 

@@ -112,7 +112,9 @@ def execute(source: Path, output: Path) -> str | None:
     for number, cell in enumerate(notebook.cells):
         for cell_output in cell.get("outputs", ()):
             if cell_output.get("name") == "stderr":
-                problem = problem or f"cell {number} wrote to stderr: {cell_output['text'].strip()[:300]}"
+                problem = (
+                    problem or f"cell {number} wrote to stderr: {cell_output['text'].strip()[:300]}"
+                )
             if alt := cell_output.get("metadata", {}).get("image/png", {}).get("alt"):
                 cell.metadata["mystnb"] = {"image": {"alt": alt}}  # the site reads it from the cell
     output.mkdir(parents=True, exist_ok=True)

@@ -86,7 +86,9 @@ Markdown(to_markdown(["variable", "meaning", "here"], rows))
 # ## Installed versions and device
 
 # %% tags=["hide-input"]
-facts = dict(flat(environment(target=here.configuration.target, drafter=here.configuration.drafter)))
+facts = dict(
+    flat(environment(target=here.configuration.target, drafter=here.configuration.drafter))
+)
 if shutil.which("nvidia-smi"):
     fields = "name,driver_version,memory.total,clocks.max.sm,power.limit,ecc.mode.current"
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv"]
@@ -125,7 +127,8 @@ with device.products("L5"):
     highest = apart(jnp.asarray(first_factor) @ jnp.asarray(second_factor))
 default = apart(jnp.asarray(first_factor) @ jnp.asarray(second_factor))
 rounded = apart(
-    as_tensor_float_32(first_factor).astype(np.float64) @ as_tensor_float_32(second_factor).astype(np.float64)
+    as_tensor_float_32(first_factor).astype(np.float64)
+    @ as_tensor_float_32(second_factor).astype(np.float64)
 )
 print(f"largest error of a float32 product on {here.device}, relative to the result")
 print(f"  in the validation           {highest:.1e}")
@@ -154,7 +157,9 @@ for _ in range(2):
     jax.clear_caches()
     program = jax.jit(step, compiler_options=device.exact_options())
     for _ in range(2):
-        bits.add(np.asarray(program(jnp.asarray(first_factor), jnp.asarray(second_factor))).tobytes())
+        bits.add(
+            np.asarray(program(jnp.asarray(first_factor), jnp.asarray(second_factor))).tobytes()
+        )
 assert len(bits) == 1, "the same program gives different bits"
 print(f"4 runs of 2 compilations, {len(bits)} result")
 
@@ -170,7 +175,11 @@ print(f"4 runs of 2 compilations, {len(bits)} result")
 # %%
 NAME = "Llama-3.1-8B"
 share = here.configuration.vllm_memory
-devices = [here.accelerator] if here.accelerator else [accelerator_named("H100"), accelerator_named("H200")]
+devices = (
+    [here.accelerator]
+    if here.accelerator
+    else [accelerator_named("H100"), accelerator_named("H200")]
+)
 
 
 def plans(accelerator, weights):
@@ -202,7 +211,11 @@ rows = [
     [*key, show(plan.total / 1e9), show(plan.budget / 1e9), "yes" if plan.fits else "NO"]
     for key, plan in plan_of.items()
 ]
-Markdown(to_markdown(["device (data sheet)", "weights", "engine", "GB needed", "GB available", "fits"], rows))
+Markdown(
+    to_markdown(
+        ["device (data sheet)", "weights", "engine", "GB needed", "GB available", "fits"], rows
+    )
+)
 
 # %% tags=["hide-input"]
 parts = ("target_weights", "head_weights", "target_cache", "head_cache", "activations", "reserve")
@@ -213,9 +226,13 @@ for part, colour in zip(parts, SERIES, strict=True):
     sizes = np.array([getattr(plan, part) / 1e9 for plan in plan_of.values()])
     axes.barh(names, sizes, left=left_edge, color=colour, label=part.replace("_", " "))
     left_edge += sizes
-axes.plot([plan.budget / 1e9 for plan in plan_of.values()], names, "k|", markersize=16, label="share")
+axes.plot(
+    [plan.budget / 1e9 for plan in plan_of.values()], names, "k|", markersize=16, label="share"
+)
 axes.invert_yaxis()
-axes.set(xlabel="GB on one device, by data sheet", title=f"Memory of {NAME} and its head in two engines")
+axes.set(
+    xlabel="GB on one device, by data sheet", title=f"Memory of {NAME} and its head in two engines"
+)
 axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")
 plt.show()
 for (name, weights, _), plan in plan_of.items():
@@ -224,7 +241,9 @@ for (name, weights, _), plan in plan_of.items():
         assert plan.fits, "two engines in bfloat16 fit into an H200"
 for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_CLIENT_MEM_FRACTION", "XLA_FLAGS"):
     print(f"{name} = {os.environ.get(name, '(not set)')}")
-assert os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE"), "it must be set before the first use of the device"
+assert os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE"), (
+    "it must be set before the first use of the device"
+)
 
 # %% [markdown]
 # ## Smallest end-to-end run

@@ -96,7 +96,9 @@ LIMIT = here.amount(cpu=24, gpu=128)
 def on_our_own(dtype, names):
     """Without vLLM: scores the texts of our decoders with our target, in one pass with float32 sums."""
     target, drafter = subject.pair(dtype)
-    decoders = {name: decoder for name, decoder in decoders_of(target, drafter).items() if name in names}
+    decoders = {
+        name: decoder for name, decoder in decoders_of(target, drafter).items() if name in names
+    }
     texts = ours(decoders, prompts, max_new_tokens=LIMIT, singly=0)
     judge = "our target, one pass, sums in float32"
     return [
@@ -108,7 +110,9 @@ def on_our_own(dtype, names):
 def with_vllm(dtype, names):
     """With vLLM: each engine scores the texts of the other one."""
     target, drafter = subject.pair(dtype)
-    decoders = {name: decoder for name, decoder in decoders_of(target, drafter).items() if name in names}
+    decoders = {
+        name: decoder for name, decoder in decoders_of(target, drafter).items() if name in names
+    }
     judgements = both_directions(
         here.vllm,
         subject.target_directory,
@@ -124,7 +128,9 @@ def with_vllm(dtype, names):
     return judgements.all
 
 
-NAMES = here.amount(cpu=("plain", "EAGLE-3 chain"), gpu=("plain", "n-gram", "EAGLE-3 tree", "EAGLE-3 chain"))
+NAMES = here.amount(
+    cpu=("plain", "EAGLE-3 chain"), gpu=("plain", "n-gram", "EAGLE-3 tree", "EAGLE-3 chain")
+)
 
 
 def run(dtype, names):
@@ -214,7 +220,9 @@ print(
 )
 assert flips <= allowed, "speculation changes more tokens than rounding explains"
 for judgement in judged:
-    assert not np.any(judgement.units > WRONG_ULPS), f"{judgement.by}: a gap that no rounding explains"
+    assert not np.any(judgement.units > WRONG_ULPS), (
+        f"{judgement.by}: a gap that no rounding explains"
+    )
     # A judge with different sums can exceed the limit of a tie slightly, as plain decoding can.
     assert judgement.agreed.disagreements <= Control(0, judgement.agreed.tokens).allowed(
         judgement.agreed.tokens
@@ -264,7 +272,9 @@ sampled = {
 verdicts = {name: judge(sample) for name, sample in sampled.items()}
 for name, verdict in verdicts.items():
     assert not verdict.wrong, f"{name}: {'; '.join(verdict.wrong)}"
-    print(f"{name}: largest |z| {max(map(abs, verdict.scores)):.2f}, smallest p {min(verdict.p_values):.2g};")
+    print(
+        f"{name}: largest |z| {max(map(abs, verdict.scores)):.2f}, smallest p {min(verdict.p_values):.2g};"
+    )
     detected = smallest_shift(max(verdict.judged), MOST_Z)
     print(f"    detects a relative deviation of probabilities of {detected:.0%} (root mean square)")
 
@@ -342,7 +352,9 @@ def recorded_run():
     tiny_target = load_target(second_token.DIRECTORY / "target")
     tiny_head = load_drafter(second_token.DIRECTORY / "eagle3", target=tiny_target)
     length = trace["num_speculative_tokens"]
-    decoder = SpeculativeDecoder(tiny_target, tiny_head, num_speculative_tokens=length, stop_tokens=())
+    decoder = SpeculativeDecoder(
+        tiny_target, tiny_head, num_speculative_tokens=length, stop_tokens=()
+    )
     requests = trace["requests"]
     played = play(
         decoder,
@@ -371,7 +383,9 @@ def rounds_of_both(length):
         max_num_seqs=BATCH,
     )
     engine = here.vllm.engine(options)
-    decoder = SpeculativeDecoder(*subject.pair("float32"), num_speculative_tokens=length, stop_tokens=())
+    decoder = SpeculativeDecoder(
+        *subject.pair("float32"), num_speculative_tokens=length, stop_tokens=()
+    )
     prompts = [prompt[-CONTEXT:] for prompt in subject.prompt_tokens[: here.amount(cpu=8, gpu=24)]]
     return parity(decoder, engine, prompts, max_new_tokens=LIMIT, batch_size=BATCH)
 
@@ -380,7 +394,9 @@ parities = {}
 if here.vllm is None:
     parities["K=3, the recorded tiny pair"] = recorded_run()
 else:
-    for length in sorted({here.draft_tokens(length) for length in here.amount(cpu=(3,), gpu=range(1, 8))}):
+    for length in sorted(
+        {here.draft_tokens(length) for length in here.amount(cpu=(3,), gpu=range(1, 8))}
+    ):
         try:
             parities[f"K={length}"] = rounds_of_both(length)
         except VLLMUnavailable as reason:  # a running server has a fixed draft length
@@ -388,7 +404,9 @@ else:
         except VLLMError as error:
             if not is_out_of_memory(error):
                 raise
-            print("two engines with float32 weights do not fit into this memory; using the recorded run")
+            print(
+                "two engines with float32 weights do not fit into this memory; using the recorded run"
+            )
             parities["K=3, the recorded tiny pair"] = recorded_run()
             break
 for name, parity_ in parities.items():
@@ -405,10 +423,16 @@ for name, parity_ in parities.items():
     shares = parity_.stats.acceptance_per_position
     assert all(late <= early for early, late in itertools.pairwise(shares))
     assert abs(1 + sum(shares) - parity_.stats.mean_acceptance_length) < 1e-9
-recorded = [check for check in here.record["L8"].checks if check.name.startswith("every round accepts")]
+recorded = [
+    check for check in here.record["L8"].checks if check.name.startswith("every round accepts")
+]
 for check in recorded:
     assert check.tables[0].column("ours") == check.tables[0].column("vLLM"), check.name
-display(here.verdict("acceptance", f"{', '.join(parities)}: all rounds and counters equal", needs="vLLM"))
+display(
+    here.verdict(
+        "acceptance", f"{', '.join(parities)}: all rounds and counters equal", needs="vLLM"
+    )
+)
 
 # %% tags=["hide-input"]
 acceptance_ribbons(
@@ -432,7 +456,9 @@ if here.vllm_process is not None and "K=3, the recorded tiny pair" not in pariti
         first_runner=True,
     )
     engine = here.vllm_process.engine(options)
-    ours = recording(SpeculativeDecoder(*subject.pair("float32"), num_speculative_tokens=3, stop_tokens=()))
+    ours = recording(
+        SpeculativeDecoder(*subject.pair("float32"), num_speculative_tokens=3, stop_tokens=())
+    )
     prompt = subject.prompt_tokens[0][-CONTEXT:]
     recorded_rounds = engine.record(prompt, max_new_tokens=16)  # with all logits of every round
     close = compare_with_recorded(ours, prompt, recorded_rounds, max_new_tokens=16)
@@ -442,7 +468,11 @@ if here.vllm_process is not None and "K=3, the recorded tiny pair" not in pariti
     )
     assert close.rounds and close.drafts_differ == 0
     assert max(close.features, close.logits) < TOLERANCE
-kinds = [check for check in here.record["L8"].checks if check.name.startswith("a head of every variation")]
+kinds = [
+    check
+    for check in here.record["L8"].checks
+    if check.name.startswith("a head of every variation")
+]
 rows = [
     [check.name.partition("[")[2].rstrip("]"), check.numbers["rounds_compared_inside"]]
     + [f"{check.numbers[name]:.1e}" for name in ("features_apart", "draft_logits_apart")]
@@ -467,7 +497,9 @@ assert wrong_at[9] == Agreement.DISAGREE, "an injected error was classified as a
 assert not np.any(wrong_at[:9] == Agreement.DISAGREE), "earlier tokens are not affected"
 
 wrong_draws = {"samples at T=1": draws["ours, EAGLE-3"]}
-for fit in second_token.fits(wrong_draws, second_token.exact_distribution("T=0.7, top-p 0.9")).values():
+for fit in second_token.fits(
+    wrong_draws, second_token.exact_distribution("T=0.7, top-p 0.9")
+).values():
     assert not second_token.follows(fit), "a wrong temperature was not detected"
 
 right_layers = pair[1].drafter.config.aux_layers
@@ -481,7 +513,9 @@ for name, head in (("right", pair[1]), ("wrong", ported)):
     print(f"{name} layers: τ = {stats_of(runs[name], 3).mean_acceptance_length:.2f}")
 assert [row.tokens for row in runs["right"]] == [row.tokens for row in runs["wrong"]]
 completions = [Completion(tokens=row.tokens, accepted=row.accepted) for row in runs["right"]]
-difference = first_difference(runs["wrong"], Generated(completions=completions, seconds=0.0, counters={}))
+difference = first_difference(
+    runs["wrong"], Generated(completions=completions, seconds=0.0, counters={})
+)
 assert difference is not None and "round" in difference, "wrong layers were not detected"
 
 # %% [markdown]

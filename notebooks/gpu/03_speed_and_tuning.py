@@ -82,7 +82,8 @@ from validation.subject import CONTEXT, some_prompts
 # %%
 K = here.draft_tokens(3)
 TREE = here.amount(
-    cpu=DynamicTree(num_nodes=16, max_depth=4, top_k=4), gpu=DynamicTree(num_nodes=60, max_depth=8, top_k=10)
+    cpu=DynamicTree(num_nodes=16, max_depth=4, top_k=4),
+    gpu=DynamicTree(num_nodes=60, max_depth=8, top_k=10),
 )
 LIMIT, REPEATS = here.amount(cpu=(24, 3), gpu=(128, 5))
 RANDOM = here.on_gpu and not speeds.is_quoted(here.subject, here.setting)
@@ -104,7 +105,11 @@ print(
 )
 
 # %%
-contenders = [chain(pair, dtype, 0), chain(pair, dtype, K, simulated), tree(pair, dtype, TREE, deep)]
+contenders = [
+    chain(pair, dtype, 0),
+    chain(pair, dtype, K, simulated),
+    tree(pair, dtype, TREE, deep),
+]
 if not RANDOM:
     contenders.append(
         DecoderContender("n-gram K=5", dtype, SpeculativeDecoder(pair[0], NGram(5), stop_tokens=()))
@@ -117,7 +122,9 @@ if here.vllm is not None and not RANDOM:
         eager=False,
     )
     try:
-        contenders.append(VLLMContender(f"vLLM eagle3 K={K}", here.shared_dtype, here.vllm.engine(options)))
+        contenders.append(
+            VLLMContender(f"vLLM eagle3 K={K}", here.shared_dtype, here.vllm.engine(options))
+        )
     except VLLMUnavailable as reason:
         print(f"vLLM: {reason}")
 report = measure(
@@ -179,7 +186,11 @@ here.verdict(
 timed = [row for row in report.rows if row.step_seconds is not None]
 costs = [row.step_seconds for row in timed]
 for row in timed:
-    if row.verify_cost is not None and row.predicted_ratio is not None and row.acceptance is not None:
+    if (
+        row.verify_cost is not None
+        and row.predicted_ratio is not None
+        and row.acceptance is not None
+    ):
         needed = row.verify_cost + row.num_draft_steps * row.draft_cost
         tau = row.acceptance.mean_acceptance_length
         print(f"{row.name}: break-even τ {needed:.2f}, measured τ {tau:.2f}")
@@ -215,13 +226,24 @@ deployment = Deployment(
 
 def work_of_a_round(row, nodes):
     """Bytes and operations of verification and all draft steps."""
-    verify = forward_work(deployment, deployment.target, batch=1, context=CONTEXT, tokens=nodes, logits=nodes)
+    verify = forward_work(
+        deployment, deployment.target, batch=1, context=CONTEXT, tokens=nodes, logits=nodes
+    )
     total = [verify.num_bytes, verify.layer_flops + verify.other_flops]
     for step in range(row.num_draft_steps if row.step_seconds is not None else 0):
         draft_step = forward_work(
-            deployment, deployment.head, batch=1, context=CONTEXT + step, tokens=1, logits=1, fuse=step == 0
+            deployment,
+            deployment.head,
+            batch=1,
+            context=CONTEXT + step,
+            tokens=1,
+            logits=1,
+            fuse=step == 0,
         )
-        total = [total[0] + draft_step.num_bytes, total[1] + draft_step.layer_flops + draft_step.other_flops]
+        total = [
+            total[0] + draft_step.num_bytes,
+            total[1] + draft_step.layer_flops + draft_step.other_flops,
+        ]
     return total
 
 
@@ -236,15 +258,26 @@ for row in report.rows:
 
 # %% tags=["hide-input"]
 figure, axes = plt.subplots(figsize=(7.2, 4.0))
-intensities = np.geomspace(min(p[0] for p in points.values()) / 2, max(p[0] for p in points.values()) * 4, 50)
+intensities = np.geomspace(
+    min(p[0] for p in points.values()) / 2, max(p[0] for p in points.values()) * 4, 50
+)
 roof = intensities * bandwidth
 peak = here.accelerator.peak_flops if here.accelerator else None
 if peak is not None:
     roof = np.minimum(roof, peak)
 axes.loglog(intensities, roof, color="#3c4043", label=f"{bandwidth / 1e9:.0f} GB/s, measured")
 for (name, (intensity, achieved, share)), colour in zip(points.items(), SERIES, strict=False):
-    axes.plot(intensity, achieved, "o", color=colour, markersize=8, label=f"{name}: {share:.0%} of the slope")
-    axes.plot([intensity, intensity], [achieved, intensity * bandwidth], ":", color=colour, linewidth=1)
+    axes.plot(
+        intensity,
+        achieved,
+        "o",
+        color=colour,
+        markersize=8,
+        label=f"{name}: {share:.0%} of the slope",
+    )
+    axes.plot(
+        [intensity, intensity], [achieved, intensity * bandwidth], ":", color=colour, linewidth=1
+    )
 axes.set_xlabel("operations per byte of weights and caches")
 axes.set_ylabel("operations per second")
 axes.set_title(f"Roofline of {pair_name} on {here.device}")
@@ -259,8 +292,12 @@ assert ordered == sorted(ordered), "more nodes for the same bytes are more opera
 plain_share = points[contenders[0].name][2]
 bandwidth_share = report.rows[0].bandwidth_share
 assert 0 < bandwidth_share <= 1.0
-assert abs(plain_share / bandwidth_share - 1) < 0.25, "two counts of the bytes differ by more than the caches"
-here.verdict("share of roofline", f"plain decoding reaches {plain_share:.0%} of the measured bandwidth")
+assert abs(plain_share / bandwidth_share - 1) < 0.25, (
+    "two counts of the bytes differ by more than the caches"
+)
+here.verdict(
+    "share of roofline", f"plain decoding reaches {plain_share:.0%} of the measured bandwidth"
+)
 
 # %% [markdown]
 # ## Latency
@@ -331,7 +368,10 @@ axes.legend(fontsize="small")
 plt.show()
 
 # %%
-chosen = {batch.batch: "plain" if batch.best is None else batch.best.shape.name for batch in tuning.batches}
+chosen = {
+    batch.batch: "plain" if batch.best is None else batch.best.shape.name
+    for batch in tuning.batches
+}
 for batch in tuning.batches:
     for candidate in batch.candidates:
         even = break_even(candidate)
@@ -342,7 +382,9 @@ for batch in tuning.batches:
         )
 if tuning.schedule is not None:
     print("schedule:", tuning.schedule.to_lists())
-    assert tuning.schedule.to_lists()[-1][2] == 0, "above the largest measured batch nothing is drafted"
+    assert tuning.schedule.to_lists()[-1][2] == 0, (
+        "above the largest measured batch nothing is drafted"
+    )
 longest = tuning.batches[0].candidates[-1].shape
 count = longest.num_draft_tokens
 rate = (longest.mean_acceptance_length - 1) / count
@@ -367,7 +409,9 @@ jax.block_until_ready(launched)
 waited = (LIMIT - 1) / (time.perf_counter() - start)
 for name, speed in (("without waiting", believed), ("with waiting", waited)):
     needs = least_bytes_per_second(pair[0], tokens_per_second=speed, tokens_per_round=1.0, rows=1)
-    print(f"{name:15} {speed:12,.0f} tokens/s need {needs / 1e9:9,.1f} GB/s of {bandwidth / 1e9:.1f}")
+    print(
+        f"{name:15} {speed:12,.0f} tokens/s need {needs / 1e9:9,.1f} GB/s of {bandwidth / 1e9:.1f}"
+    )
 fast = dataclasses.replace(report.rows[0], bandwidth_share=1.4)
 broken = dataclasses.replace(report, rows=[fast, *report.rows[1:]], programs_after_warm_up=2)
 print("; ".join(faults(broken)))

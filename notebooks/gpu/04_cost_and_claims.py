@@ -96,12 +96,17 @@ costs = {}
 for batch, report in reports.items():
     for row in report.rows:
         speed = row.total_tokens_per_second
-        full, real = (cost_of(speed.median, price_per_hour=price, busy=share) for share in (1.0, BUSY))
+        full, real = (
+            cost_of(speed.median, price_per_hour=price, busy=share) for share in (1.0, BUSY)
+        )
         interval = sorted(
             cost_per_million_tokens(speed_bound, price) for speed_bound in (speed.low, speed.high)
         )
         costs[batch, row.name] = (full.per_million_tokens, *interval)
-        figures = [show(value) for value in (speed.median, full.per_million_tokens, real.per_million_tokens)]
+        figures = [
+            show(value)
+            for value in (speed.median, full.per_million_tokens, real.per_million_tokens)
+        ]
         rows.append([batch, row.name, *figures])
 columns = [
     "batch",
@@ -155,7 +160,9 @@ deployment = Deployment(
     target_name=here.subject.name,
     head_name="its EAGLE-3 head",
 )
-traffic = Traffic(requests_per_second=2.0, prompt_tokens=100, output_tokens=128, concurrency=BATCHES[-1])
+traffic = Traffic(
+    requests_per_second=2.0, prompt_tokens=100, output_tokens=128, concurrency=BATCHES[-1]
+)
 plan = plan_rollout(
     deployment,
     traffic,
@@ -178,11 +185,15 @@ for stage in plan.stages:
 assert plan.measured, "the plan uses measured costs"
 assert abs(plan.break_even_tau - (plan.verify_cost + K * plan.draft_cost)) < 1e-9
 assert (plan.predicted_speedup > 1.0) == (plan.least_tau < tau), "the gate is below the measured τ"
-assert bool(plan.obstacles) >= (plan.predicted_speedup <= 1.0), "a plan without a speed-up lists an obstacle"
+assert bool(plan.obstacles) >= (plan.predicted_speedup <= 1.0), (
+    "a plan without a speed-up lists an obstacle"
+)
 shares = [stage.share for stage in plan.stages]
 assert shares == sorted(shares) and shares[-1] == 1.0
 lines = rollout_page(plan, target="TARGET", head="HEAD").splitlines()[:28]
-Markdown("\n".join(line.replace("# ", "#### ", 1) if line.startswith("#") else line for line in lines))
+Markdown(
+    "\n".join(line.replace("# ", "#### ", 1) if line.startswith("#") else line for line in lines)
+)
 
 # %% [markdown]
 # ## Published throughputs
@@ -292,13 +303,19 @@ rows = []
 for k, rate, claimed in ARTICLE:
     formulas = tau_from_draft_rate(rate, k), tau_from_conditional_rate(rate, k)
     rows.append([k, rate, claimed, *(f"{estimate:.2f}" for estimate in formulas)])
-    assert min(abs(claimed - estimate) for estimate in formulas) > 0.3, "one of the formulas fits after all"
+    assert min(abs(claimed - estimate) for estimate in formulas) > 0.3, (
+        "one of the formulas fits after all"
+    )
 gains = np.diff(list(PUBLISHED.values()))
 assert np.all(gains > -0.02) and gains[-1] < gains[0], "each further token gains less"
-taus = {batch: report.rows[1].acceptance.mean_acceptance_length for batch, report in reports.items()}
+taus = {
+    batch: report.rows[1].acceptance.mean_acceptance_length for batch, report in reports.items()
+}
 print("τ by batch size, measured:", {batch: round(length, 3) for batch, length in taus.items()})
 assert max(taus.values()) - min(taus.values()) < 0.1 * max(taus.values())
-Markdown(to_markdown(["K", "rate (article)", "tokens per step (article)", "1 + K·r", "geometric"], rows))
+Markdown(
+    to_markdown(["K", "rate (article)", "tokens per step (article)", "1 + K·r", "geometric"], rows)
+)
 
 # %% [markdown]
 # ## Common mistakes
