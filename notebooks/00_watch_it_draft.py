@@ -94,8 +94,12 @@ HTML(svg(lanes, seconds_per_round=0.5))
 # So every round adds at least one token, and every token is the target's own choice. The head can
 # only change how many rounds are needed. The table has the first rounds of the run.
 
+
 # %%
-piece = lambda token: repr(target.tokenizer.decode([token]))
+def piece(token):
+    return repr(target.tokenizer.decode([token]))
+
+
 for number, round_ in enumerate(rounds[:8], start=1):
     proposed = [piece(token) for token in round_["tokens"][1:]]
     count = len(round_["path"])

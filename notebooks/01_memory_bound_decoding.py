@@ -208,7 +208,7 @@ assert ridge > 200, "an H200 could do two hundred times more arithmetic in the t
 
 # %% tags=["hide-input"]
 STEPS = [(batch, tokens) for batch in (1, 8, 64, 256) for tokens in (1, 6)]
-OFFERED = ["h200", "h100", "b200", "a100-80gb", "l40s", "l4", "rtx-4090", "mi300x", "tpu-v5e", "tpu-v6e"]  # fmt: skip
+OFFERED = "h200 h100 b200 a100-80gb l40s l4 rtx-4090 mi300x tpu-v5e tpu-v6e".split()
 
 
 def descriptions(chip):
@@ -437,7 +437,7 @@ Moving(
 
 # %%
 def best_length(taus, verify_costs, draft_cost):
-    """Returns the draft length with the largest speed-up; 0 if no draft is faster than plain decoding."""
+    """Returns the draft length with the largest speed-up; 0 if no draft is faster than plain."""
     raise NotImplementedError  # your code here
 
 
@@ -502,7 +502,8 @@ print(
     f" ({c.low:.3f}-{c.high:.3f})"
 )
 print(
-    f"predicted S = {expected:.2f}; measured {measured.median:.2f} ({measured.low:.2f}-{measured.high:.2f})"
+    f"predicted S = {expected:.2f}; measured {measured.median:.2f}"
+    f" ({measured.low:.2f}-{measured.high:.2f})"
 )
 assert compared.same_output, "the same tokens again"
 

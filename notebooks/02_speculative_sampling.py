@@ -314,7 +314,7 @@ pieces = [target.tokenizer.decode([token]) for token in range(V)]
 
 @jax.jit
 def distributions_after(tokens):
-    """The target's distribution after every token of each row, [B T V], in one pass without a cache."""
+    """The target's distribution after every token, [B T V], in one pass without a cache."""
     width = tokens.shape[1]
     positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), tokens.shape)
     final = target.model(target.params, tokens, positions, causal_mask(width)).final
@@ -322,7 +322,7 @@ def distributions_after(tokens):
 
 
 def round_of(state):
-    """Plays a round and returns the new state, the draft tokens [B K+1], p [B K+1 V] and q [B K V]."""
+    """Plays a round. Returns the new state, the draft tokens [B K+1], p [B K+1 V], q [B K V]."""
     texts = np.pad(np.asarray(state.tokens), ((0, 0), (0, K)))
     # the slot of the newest token, which is the root of the draft
     root_slots = np.asarray(state.length) - 1
@@ -358,7 +358,13 @@ ROWS = 512
 uniforms = e3.uniforms(jax.random.split(jax.random.key(1), ROWS), K + 1 + e3.num_digits(V))
 accept = uniforms[:, : K + 1]
 choose = uniforms[:, K + 1 :]
-many = lambda array: jnp.broadcast_to(jnp.asarray(array), (ROWS, *np.shape(array)))
+
+
+def many(array):
+    """The same array in every row."""
+    return jnp.broadcast_to(jnp.asarray(array), (ROWS, *np.shape(array)))
+
+
 chain = e3.Draft(
     tokens=many(tokens[0]),
     parents=many(jnp.arange(K + 1, dtype=jnp.int32) - 1),
@@ -651,7 +657,7 @@ assert by_rank[0] < by_samples[0] < by_rank[-1], (
 
 # %%
 def frequencies(sampled_from, chunks=40, rows=1024):
-    """Counts of the first token of a round, verified by e3.verify with the declared distribution q."""
+    """Counts of the first token of a round that e3.verify verifies with the declared q."""
 
     @jax.jit
     def emit(keys, p, q, sampled_from):
@@ -676,7 +682,7 @@ def frequencies(sampled_from, chunks=40, rows=1024):
 
 
 def cells_of(values, expected):
-    """Values of the tokens that are expected ten times or more, and the sum of all others as one cell."""
+    """Values of the tokens that are expected ten times or more, and the sum of all others."""
     frequent = expected >= 10
     return np.append(values[frequent], values[~frequent].sum())
 
@@ -698,7 +704,8 @@ limit = stats.chi2.isf(1e-6, degrees)
 strength = optimize.brentq(lambda s: stats.ncx2.sf(limit, degrees, s) - 0.9, 1, 1e4)
 visible = sqrt(strength / count)
 print(
-    f"{degrees} degrees of freedom; detected with probability 90 %: relative deviation of {visible:.1%} (rms)"
+    f"{degrees} degrees of freedom; detected with probability 90 %: relative deviation of"
+    f" {visible:.1%} (rms)"
 )
 assert p_values["the rule"] > 1e-6, "the compiled rule has the target's distribution"
 assert p_values["wrong declaration"] < 1e-6, "the same test detects the bug"

@@ -247,7 +247,8 @@ fused = times(features.reshape(len(ids), -1), w["fc.weight"].T)
 head = bind(Eagle3Head, config, drafter.drafter.precision, drafter.params["head"])
 theirs = head.fuse(out.features)[0]
 print(
-    f"{features.shape} -> {fused.shape}, differs from the library by {difference(fused, theirs):.1e}"
+    f"{features.shape} -> {fused.shape}, differs from the library by"
+    f" {difference(fused, theirs):.1e}"
 )
 assert difference(fused, theirs) < 1e-5
 
@@ -432,7 +433,8 @@ best = jax.lax.top_k(draft_logits(output[-1]), 5)[1]
 for draft_id in best.tolist():
     piece = target.tokenizer.decode([absolute[draft_id]])
     print(
-        f"draft id {draft_id:5} + offset {d2t[draft_id]:5} = target id {absolute[draft_id]:5}  {piece!r}"
+        f"draft id {draft_id:5} + offset {d2t[draft_id]:5} = target id {absolute[draft_id]:5} "
+        f" {piece!r}"
     )
 
 # %% [markdown]
@@ -620,7 +622,8 @@ unchanged = run()
 direct = e3.SpeculativeDecoder(target, drafter, num_speculative_tokens=K, stop_tokens=())
 assert unchanged.tokens == plain.tokens, "the text of plain decoding"
 print(
-    f"{len(prompts)} prompts, {NEW} new tokens each: τ = {unchanged.stats.mean_acceptance_length:.2f}"
+    f"{len(prompts)} prompts, {NEW} new tokens each: τ ="
+    f" {unchanged.stats.mean_acceptance_length:.2f}"
 )
 
 # %% [markdown]

@@ -477,7 +477,8 @@ size = sum(leaf.nbytes for leaf in new)
 alias = compiled.alias_size_in_bytes
 scratch = compiled.temp_size_in_bytes
 print(
-    f"caches {size / 1e6:.2f} MB, updated in place {alias / 1e6:.2f} MB, scratch {scratch / 1e6:.2f} MB"
+    f"caches {size / 1e6:.2f} MB, updated in place {alias / 1e6:.2f} MB, scratch"
+    f" {scratch / 1e6:.2f} MB"
 )
 assert compiled.alias_size_in_bytes >= size
 
@@ -512,14 +513,16 @@ shipped = (target.model.config, drafter.drafter.config, "float32")
 models = {name: KNOWN_MODELS[name] for name in ("Llama-3.1-8B", "Llama-3.3-70B")}
 named = {name: (model, usual_head(model), "bfloat16") for name, model in models.items()}
 print(
-    f"{'':16}{'cache':>10}{'target, bytes':>16}{'head, bytes':>14}{'head/target':>13}{'head, 8 x 8192 tokens':>24}"
+    f"{'':16}{'cache':>10}{'target, bytes':>16}{'head, bytes':>14}{'head/target':>13}"
+    f"{'head, 8 x 8192 tokens':>24}"
 )
 for name, (big, small, kind) in ({"shipped pair": shipped} | named).items():
     plan = Deployment(target=big, head=small, accelerator=accelerator_named("H200"), cache=kind)
     ours = plan.cache_bytes_per_token(big)
     extra = plan.cache_bytes_per_token(small)
     print(
-        f"{name:16}{kind:>10}{ours:>16,.0f}{extra:>14,.0f}{extra / ours:>13.1%}{extra * 8 * 8192 / 1e6:>21,.0f} MB"
+        f"{name:16}{kind:>10}{ours:>16,.0f}{extra:>14,.0f}{extra / ours:>13.1%}"
+        f"{extra * 8 * 8192 / 1e6:>21,.0f} MB"
     )
     assert extra * big.num_layers == ours, "one layer of the target's shape"
     assert extra > 0
@@ -567,7 +570,8 @@ def parted(tokens):
 print("first wrong token, with commit of the path:", parted(tree_text.tokens))
 print("first wrong token, rolled back by length:  ", parted(by_length.tokens))
 print(
-    f"τ {tree_text.stats.mean_acceptance_length:.2f} and {by_length.stats.mean_acceptance_length:.2f}"
+    f"τ {tree_text.stats.mean_acceptance_length:.2f} and"
+    f" {by_length.stats.mean_acceptance_length:.2f}"
 )
 assert (
     parted(by_length.tokens).count(None) <= len(long) // 2 < parted(tree_text.tokens).count(None)
@@ -637,7 +641,8 @@ for name, finished_state in (("observed again", clean), ("draft entries", kept_s
     taus.append(e3.SpeculationStats.merge([finished_state.stats]).mean_acceptance_length)
     gaps.append(apart(finished_state.drafter.cache, fresh.drafter.cache))
     print(
-        f"{name:15} τ {taus[-1]:.2f}; relative difference of the head's cache from a fresh one {gaps[-1]:.1e}"
+        f"{name:15} τ {taus[-1]:.2f}; relative difference of the head's cache from a fresh one"
+        f" {gaps[-1]:.1e}"
     )
 assert np.array_equal(kept_state.tokens, clean.tokens)
 assert abs(taus[1] - taus[0]) < 0.5 and gaps[1] > 0.01 > 100 * gaps[0], (

@@ -72,7 +72,8 @@ texts = prompts.shipped()
 prompt = tokenizer.encode(texts[34]).ids[-64:]
 print(tokenizer.decode(prompt))
 print(
-    f"{len(prompt)} tokens; target vocabulary {target.vocab_size}, draft vocabulary {config.draft_vocab_size}"
+    f"{len(prompt)} tokens; target vocabulary {target.vocab_size}, draft vocabulary"
+    f" {config.draft_vocab_size}"
 )
 
 # %% [markdown]
@@ -139,7 +140,7 @@ print(f"{len(rounds)} rounds for {NEW} tokens; tokens per round: {lengths}")
 
 # %%
 def keep_best(scores, parents, count):
-    """Returns the kept pool indices in ascending order, and the parents of the kept nodes in the draft.
+    """Returns the pool indices of the kept nodes in ascending order, and their parents in the draft.
 
     Args:
         scores: Scores of the pool, `[P]`.
@@ -200,7 +201,7 @@ def fused_features(tokens):
 
 @jax.jit
 def run_head(tokens, stream, last):
-    """Log-probabilities [R W] and outputs [R D] after column `last` of tokens [R S] and their features."""
+    """Log-probabilities [R W] and outputs [R D] after column `last` of tokens [R S]."""
     network = bind(Eagle3Head, config, head.drafter.precision, head.params["head"])
     embedded = embed(head.params["embedding"], tokens, head.drafter.precision)
     positions = jnp.broadcast_to(POSITIONS, tokens.shape)
@@ -230,7 +231,7 @@ to_target = np.asarray(head.params["draft_to_target"])
 
 
 def dynamic_tree(known, topology):
-    """Tokens, parents, scores and conditional probabilities of a dynamic tree, and the scores of the whole pool."""
+    """Tokens, parents, scores and probabilities of a dynamic tree, and the scores of the pool."""
     n, tokens, stream = after_root(known)
     logq, outputs = (np.array(x) for x in run_head(tokens, stream, n - 1))
     first = best(logq[0], topology.top_k)
@@ -302,7 +303,7 @@ for built in by_hand:
 
 # %%
 def ancestors(parents):
-    """Returns which nodes each node attends to, `[N, N]` of booleans. `parents` is `[N]`, with −1 at the root."""
+    """Returns which nodes each node attends to, `[N, N]`. `parents` is `[N]`, −1 at the root."""
     raise NotImplementedError  # your code here
 
 
@@ -532,8 +533,12 @@ assert chat_path == [int(node) for node in latest.verdict.path[0] if node >= 0],
     "your path and the library's"
 )
 
+
 # %% tags=["hide-input"]
-texts_of = lambda ids: [chat_target.tokenizer.decode([int(token)]) for token in ids]
+def texts_of(ids):
+    return [chat_target.tokenizer.decode([int(token)]) for token in ids]
+
+
 Moving(
     "draft_tree",
     {
@@ -617,7 +622,13 @@ assert tau["dynamic tree", 60] > tau["chain", 8], (
 same_size = tau["dynamic tree", STATIC.num_nodes] / tau["static tree", STATIC.num_nodes]
 assert same_size > 0.97, "a dynamic tree is no worse than a static one"
 assert tau["chain", 2] < tau["chain", 4] < tau["chain", 8], "a longer chain has a higher τ"
-gain = lambda name, few, many: (tau[name, many] - tau[name, few]) / (many - few)  # per node
+
+
+def gain(name, few, many):
+    """Gain of τ per node, between two numbers of nodes."""
+    return (tau[name, many] - tau[name, few]) / (many - few)
+
+
 late = (gain("chain", 4, 8), gain("dynamic tree", STATIC.num_nodes, 60))
 assert max(late) < gain("chain", 2, 4) / 2, (
     "later nodes gain less than half as much as earlier ones"
@@ -771,7 +782,7 @@ def generate_answer(pair, prompt, max_new_tokens):
 
 # %% tags=["hide-input"]
 class ScriptedPair:
-    """A pair for the check: the target counts 3, 4, 5, …, and the draft is right for two tokens, one or none."""
+    """A pair for the check: the target counts 3, 4, 5, …; the draft is right for 2, 1 or 0 tokens."""
 
     def __init__(self):
         self.committed = 0  # the number of tokens in the target's cache

@@ -142,7 +142,7 @@ def last_state(decoder, prompts, **options):
 
 
 def differing(first_cache, second_cache, rows):
-    """Counts the numbers in committed slots of two target caches: those that differ, and all compared."""
+    """Counts the numbers in committed slots of two target caches: those that differ, and all."""
     compared = different = 0
     for leaf, theirs in zip(
         jax.tree.leaves(first_cache.layers), jax.tree.leaves(second_cache.layers), strict=True
@@ -176,7 +176,7 @@ assert differing(in_order.cache, moved.cache, [0])[0] == 0, "every bit of its ca
 
 # %%
 def unit_in_last_place(values):
-    """Returns the unit in the last place of bfloat16 at each value. Values are positive, `[N]` in float64."""
+    """Returns the unit in the last place of bfloat16 at each positive value, `[N]` in float64."""
     raise NotImplementedError  # your code here
 
 
@@ -282,7 +282,12 @@ assert near.any() and (gap[flips] <= TIE_ULPS).all(), "every change is an approx
 # %% tags=["hide-input"]
 figure, (margin_axes, logit_axes) = plt.subplots(1, 2, figsize=(10.5, 3.8), width_ratios=(1.5, 1))
 steps = np.minimum(np.round(margin), 12)
-counts = lambda chosen: np.bincount(steps[chosen].astype(int), minlength=13)
+
+
+def counts(chosen):
+    return np.bincount(steps[chosen].astype(int), minlength=13)
+
+
 margin_axes.bar(range(13), counts(~flips), color=style.TARGET, label="same argmax")
 margin_axes.bar(
     range(13),
@@ -364,7 +369,7 @@ for dtype in ("float32", "bfloat16"):
 
 # %%
 def z_score(scores, p, tokens):
-    """Returns the normalized sum of the scores of the sampled tokens: mean 0 and variance 1 if they follow `p`.
+    """Returns the normalized sum of scores: mean 0 and variance 1 if the tokens follow `p`.
 
     Args:
         scores: Score of each token of the vocabulary at each position, `[N, V]`.
@@ -404,7 +409,7 @@ z_score = checked(z_score, z_score_answer, check_z_score)
 
 # %%
 def real_pairs(rounds=6, size=128):
-    """Pairs (p, q) at positions of real texts: the 127 most likely tokens, and all others as one."""
+    """Pairs (p, q) at positions of real texts: the 127 most likely tokens, the others as one."""
     decoder = two["drafted"]
     pairs = []
     state = decoder.prefill(prompts, max_new_tokens=64).replace(sampling=sampled)
@@ -448,9 +453,10 @@ def sampling_tests(propose, repeats=48):
     q = jnp.asarray(Q, jnp.float32)
     n = len(P)
     digits = e3.num_digits(P.shape[1])
-    with_next = lambda dist: jnp.stack(
-        [dist, jnp.roll(dist, -1, axis=0)], axis=1
-    )  # after the root, and after the draft
+
+    def with_next(dist):
+        """Distributions after the root and after the draft."""
+        return jnp.stack([dist, jnp.roll(dist, -1, axis=0)], axis=1)
 
     @jax.jit
     def play(keys, p, q):
@@ -518,7 +524,13 @@ def rounded(q, uniforms):
 
 RESIDUAL = "jnp.where(is_child, rejected_p, walk.p)"
 COMMIT = "state.cache.commit(output.written, count, None"
-rule = lambda old, new: (inject_bug, (acceptance._walk, old, new), honest)
+
+
+def rule(old, new):
+    """A bug of the acceptance rule: a part of its source is replaced."""
+    return inject_bug, (acceptance._walk, old, new), honest
+
+
 BUGS = {
     "none": (contextlib.nullcontext, (), honest),
     "rejected drafts stay in the cache": (

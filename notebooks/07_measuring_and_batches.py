@@ -91,7 +91,7 @@ assert [prompt.category for prompt in chosen] == ["code"] * 6 + ["prose"] * 6
 
 
 def chain(length):
-    """A decoder with a chain of this length. Without stop tokens, all rows have the same number of tokens."""
+    """A decoder with a chain of this length. Without stop tokens, all rows have equal lengths."""
     return e3.SpeculativeDecoder(target, head, num_speculative_tokens=length, stop_tokens=())
 
 
@@ -113,7 +113,7 @@ stats.to_json()
 
 # %%
 def rates(rounds, counts):
-    """Returns `τ`, the draft acceptance rate, and the conditional acceptance rate at each position, as a list.
+    """Returns `τ`, the draft acceptance rate, and the list of conditional acceptance rates by position.
 
     Args:
         rounds: Number of rounds. Each of them drafts `len(counts)` tokens.
@@ -158,7 +158,8 @@ tau = stats.mean_acceptance_length
 rate = stats.draft_acceptance_rate
 alpha = conditional_rate_from_tau(tau, 5)
 print(
-    f"τ = {tau:.3f}: draft acceptance rate {rate:.3f}, constant conditional acceptance rate {alpha:.3f}"
+    f"τ = {tau:.3f}: draft acceptance rate {rate:.3f}, constant conditional acceptance rate"
+    f" {alpha:.3f}"
 )
 print(
     "conditional, by position:  ",
@@ -241,7 +242,8 @@ tasks = {
 }
 for name, task_stats in tasks.items():
     print(
-        f"{name:6} τ = {task_stats.mean_acceptance_length:.3f} over {int(task_stats.num_drafts)} rounds"
+        f"{name:6} τ = {task_stats.mean_acceptance_length:.3f} over {int(task_stats.num_drafts)}"
+        " rounds"
     )
     shares = task_stats.acceptance_per_position
     assert sorted(shares, reverse=True) == shares, (
@@ -275,7 +277,8 @@ acceptance_ribbons(
 questions = {
     "knowledge": "What is the capital of France, and what is it known for?",
     "code": (
-        'Complete this function.\n\ndef is_even(number: int) -> bool:\n    """Whether a number is even."""\n'
+        'Complete this function.\n\ndef is_even(number: int) -> bool:\n    """Whether a number is'
+        ' even."""\n'
     ),
     "arithmetic": (
         "Anna has 12 apples. She gives 5 to Ben and buys 7 more. How many apples does she have?"
@@ -337,7 +340,8 @@ def ratio(above, below):
 
 c = ratio([part.draft_seconds for part in parts], step)
 print(
-    f"plain step {1e3 * Spread.of(step).median:.2f} ms, c = {c.median:.3f} ({c.low:.3f}-{c.high:.3f})\n"
+    f"plain step {1e3 * Spread.of(step).median:.2f} ms, c = {c.median:.3f}"
+    f" ({c.low:.3f}-{c.high:.3f})\n"
 )
 control = ratio(seconds["plain"], seconds["A/A"])
 print(f"A/A  measured {control.median:.2f} ({control.low:.2f}-{control.high:.2f})")
@@ -347,7 +351,8 @@ for k in blocks:
     tau_k = e3.SpeculationStats.merge([run.stats for run in runs[f"K={k}"]]).mean_acceptance_length
     predicted = speedup(tau_k, num_draft_tokens=k, verify_cost=v.median, draft_cost=c.median)
     print(
-        f"K={k}  measured {gain.median:.2f} ({gain.low:.2f}-{gain.high:.2f})  predicted {predicted:.2f}",
+        f"K={k}  measured {gain.median:.2f} ({gain.low:.2f}-{gain.high:.2f})  predicted"
+        f" {predicted:.2f}",
         end="",
     )
     print(f": τ {tau_k:.2f}, v {v.median:.2f} ({v.low:.2f}-{v.high:.2f})")
@@ -389,7 +394,12 @@ for prompt in prompts[::2]:
     for contender in (plain, contenders[3]):  # in turns
         streams[contender.name].append(streamed(contender, prompt))
 
-middle = lambda values: 1e3 * Spread.of(values).median
+
+def middle(values):
+    """Median, in milliseconds."""
+    return 1e3 * Spread.of(values).median
+
+
 draft = 3 * middle([part.draft_seconds for part in parts])
 commit = middle([part.commit_seconds for part in parts])
 checking = middle(verify[3]) - commit
@@ -519,7 +529,8 @@ scheduled = {name: result.stats.mean_acceptance_length for name, result in resul
 for name, times in taken.items():
     gain = ratio(taken["plain"], times)
     print(
-        f"{name:9} τ {scheduled[name]:.2f}, speed-up {gain.median:.2f} ({gain.low:.2f}-{gain.high:.2f})"
+        f"{name:9} τ {scheduled[name]:.2f}, speed-up {gain.median:.2f}"
+        f" ({gain.low:.2f}-{gain.high:.2f})"
     )
 assert 1 == scheduled["plain"] < scheduled["schedule"] < scheduled["K = 3"]
 
@@ -640,7 +651,8 @@ for _ in range(5):
     jax.block_until_ready(result)
     done.append(1e3 * (time.perf_counter() - start))
 print(
-    f"call returned after {Spread.of(handed).median:.2f} ms, done after {Spread.of(done).median:.2f} ms"
+    f"call returned after {Spread.of(handed).median:.2f} ms, done after"
+    f" {Spread.of(done).median:.2f} ms"
 )
 
 print(f"compiled programs: first run {first.programs}, second run {again.programs}")

@@ -115,14 +115,17 @@ def run(drafter):
     return result.tokens, result.stats
 
 
+def bits(leaf):
+    array = np.asarray(leaf)
+    return array.dtype, array.shape, np.ascontiguousarray(array).tobytes()
+
+
 def same_bits(first, second):
     """Whether two nested parameters are equal bit for bit, types included."""
     first_leaves = dict(rules.flatten(first))
     second_leaves = dict(rules.flatten(second))
-    bits = lambda leaf: (leaf.dtype, leaf.shape, np.ascontiguousarray(leaf).tobytes())
     return first_leaves.keys() == second_leaves.keys() and all(
-        bits(np.asarray(first_leaves[key])) == bits(np.asarray(second_leaves[key]))
-        for key in first_leaves
+        bits(first_leaves[key]) == bits(second_leaves[key]) for key in first_leaves
     )
 
 
@@ -135,7 +138,8 @@ assert same_bits(converted.params["head"], reference.params["head"]), (
 assert good_text == there_and_back == plain, "lossless: the text is the target's"
 assert good.to_json() == again.to_json(), "the converted head drafts the same, round by round"
 print(
-    f"τ {good.mean_acceptance_length:.2f}, by position {[round(x, 2) for x in good.acceptance_per_position]}"
+    f"τ {good.mean_acceptance_length:.2f}, by position"
+    f" {[round(x, 2) for x in good.acceptance_per_position]}"
 )
 
 # %% [markdown]
@@ -510,7 +514,8 @@ fed_back = dataclasses.replace(
 tokens, stats = run(dataclasses.replace(reference, drafter=fed_back))
 first, second = stats.conditional_acceptance_rate[:2]
 print(
-    f"normed feedback: {first:.2f} at the first position, {second:.2f} at the second (given the first)"
+    f"normed feedback: {first:.2f} at the first position, {second:.2f} at the second (given the"
+    " first)"
 )
 print(
     f"good head:       {good.conditional_acceptance_rate[0]:.2f} and"

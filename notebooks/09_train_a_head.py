@@ -106,7 +106,8 @@ fresh = written(fresh_tokens, 96, SEED + 1)  # for measurements, never for train
 sizes = [int(texts.learn.sum()) for texts in (own_texts, fresh)]
 print(f"{len(train)} files to train on, {len(held_out)} held out")
 print(
-    f"{len(own_texts)} texts with {sizes[0]:,} tokens of the target; {sizes[1]:,} more for measurements"
+    f"{len(own_texts)} texts with {sizes[0]:,} tokens of the target; {sizes[1]:,} more for"
+    " measurements"
 )
 print("---", target.tokenizer.decode(own_texts.tokens[: own_texts.length[0]].tolist()), sep="\n")
 
@@ -424,7 +425,8 @@ library = Texts.of(
 target_share = own_choice(fresh)
 foreign = own_choice(library)
 print(
-    f"most likely token of the target: {target_share:.0%} of its own text, {foreign:.0%} of the library"
+    f"most likely token of the target: {target_share:.0%} of its own text, {foreign:.0%} of the"
+    " library"
 )
 assert target_share > foreign + 0.2, "the library differs from the target's text"
 

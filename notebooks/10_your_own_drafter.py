@@ -156,7 +156,8 @@ REPEATED = [
         ' "second"},\n    {"x": 3, '
     ),
     (
-        "- the first item of the list is here\n- the second item of the list is here\n- the third item of the"
+        "- the first item of the list is here\n- the second item of the list is here\n- the third"
+        " item of the"
     ),
     "import os.path\nimport os.path\nimport os.path\nimport os.path\nimport",
 ]
@@ -454,7 +455,8 @@ seen = {name: share_of_guess(rule) for name, rule in rules.items()}
 noise = 5 * np.sqrt(p[guess] * (1 - p[guess]) / (ROWS * CHUNKS))
 for name, share in seen.items():
     print(
-        f"{name:10} share of the guess {share:.3f}, expected {expected[name]:.3f}; p = {p[guess]:.3f}"
+        f"{name:10} share of the guess {share:.3f}, expected {expected[name]:.3f}; p ="
+        f" {p[guess]:.3f}"
     )
     assert abs(share - expected[name]) < noise
 assert seen["two looks"] - p[guess] > 2 * noise, "two looks shift the distribution"
@@ -492,7 +494,10 @@ with tempfile.TemporaryDirectory() as folder:
         [imports, source_of(Newest, "propose"), source_of(Looks, "__call__"), FACTORY]
     )
     Path(folder, "mine.py").write_text(source, encoding="utf-8")
-    options = "--drafter mine:newest=3 --verifier mine:two_looks --max-new-tokens 24 --temperature 1 --json"
+    options = (
+        "--drafter mine:newest=3 --verifier mine:two_looks --max-new-tokens 24 --temperature 1"
+        " --json"
+    )
     command = [sys.executable, "-m", "eagle3_jax", "generate", "class Stack:", *options.split()]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
 print("eagle3 generate 'class Stack:'", options)

@@ -53,7 +53,10 @@ UNIT_PRICE = 1.0  # if EAGLE3_PRICE_PER_HOUR is not set
 
 
 _ADDRESS = "the address of a server, such as http://localhost:8000"
-_PYTHON = "the file of a Python with vLLM, or 'installed' after `make vllm`; there is no file of this name"
+_PYTHON = (
+    "the file of a Python with vLLM, or 'installed' after `make vllm`; there is no file of this"
+    " name"
+)
 # How a variable is read, which values are valid, and what was expected; other variables are any
 # text.
 _CHECKS: dict[str, tuple[Callable[[str], Any], Callable[[Any], bool], str]] = {
@@ -173,7 +176,10 @@ class Result(NamedTuple):
         cells = "".join(
             f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in (self.text, kind)
         )
-        return f"<table><tr class='eagle3-result'><td><b>{html.escape(self.name)}</b></td>{cells}</tr></table>"
+        return (
+            "<table><tr"
+            f" class='eagle3-result'><td><b>{html.escape(self.name)}</b></td>{cells}</tr></table>"
+        )
 
 
 @dataclasses.dataclass(eq=False)

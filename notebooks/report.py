@@ -97,7 +97,8 @@ def page(folder: Path, *, expected: Sequence[str] = ()) -> str:
     }
     if not notebooks:
         raise ValueError(
-            f"no executed notebook in {folder}; run them first: python notebooks/run.py notebooks/gpu"
+            f"no executed notebook in {folder}; run them first: python notebooks/run.py"
+            " notebooks/gpu"
         )
 
     def within(link: re.Match[str]) -> str:

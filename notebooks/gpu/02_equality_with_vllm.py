@@ -216,7 +216,8 @@ noise = Control(int(np.sum(np.concatenate([row.best for row in blocks]) != plain
 flips = int(np.sum(np.concatenate(chain.outputs) != plain))
 allowed = noise.allowed(len(plain))
 print(
-    f"{noise.tokens} tokens: {noise.flips} changed without a drafter, {flips} with a drafter; limit {allowed}"
+    f"{noise.tokens} tokens: {noise.flips} changed without a drafter, {flips} with a drafter; limit"
+    f" {allowed}"
 )
 assert flips <= allowed, "speculation changes more tokens than rounding explains"
 for judgement in judged:
@@ -273,7 +274,8 @@ verdicts = {name: judge(sample) for name, sample in sampled.items()}
 for name, verdict in verdicts.items():
     assert not verdict.wrong, f"{name}: {'; '.join(verdict.wrong)}"
     print(
-        f"{name}: largest |z| {max(map(abs, verdict.scores)):.2f}, smallest p {min(verdict.p_values):.2g};"
+        f"{name}: largest |z| {max(map(abs, verdict.scores)):.2f}, smallest p"
+        f" {min(verdict.p_values):.2g};"
     )
     detected = smallest_shift(max(verdict.judged), MOST_Z)
     print(f"    detects a relative deviation of probabilities of {detected:.0%} (root mean square)")
@@ -405,7 +407,8 @@ else:
             if not is_out_of_memory(error):
                 raise
             print(
-                "two engines with float32 weights do not fit into this memory; using the recorded run"
+                "two engines with float32 weights do not fit into this memory; using the"
+                " recorded run"
             )
             parities["K=3, the recorded tiny pair"] = recorded_run()
             break

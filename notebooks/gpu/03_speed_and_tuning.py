@@ -101,7 +101,8 @@ else:
     prompts = some_prompts(here.subject, 4)
 pair_name = pair[0].name if RANDOM else here.subject.name
 print(
-    f"{pair_name}, {dtype}, batch 1, {len(prompts)} prompts of {CONTEXT} tokens, {LIMIT} new; {here.device}"
+    f"{pair_name}, {dtype}, batch 1, {len(prompts)} prompts of {CONTEXT} tokens, {LIMIT} new;"
+    f" {here.device}"
 )
 
 # %%
@@ -173,7 +174,8 @@ best = max(report.rows[1:], key=lambda row: row.ratio_interval.value)
 interval = best.ratio_interval
 here.verdict(
     "speed-up",
-    f"{best.name}: {interval.value:.2f}x plain decoding ({show(interval.low)} to {show(interval.high)})",
+    f"{best.name}: {interval.value:.2f}x plain decoding ({show(interval.low)} to"
+    f" {show(interval.high)})",
 )
 
 # %% [markdown]

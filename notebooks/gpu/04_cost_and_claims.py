@@ -179,7 +179,8 @@ print(
 print("obstacles:", "; ".join(plan.obstacles) or "none")
 for stage in plan.stages:
     print(
-        f"  {stage.share:4.0%} of the traffic for {stage.hours:6.1f} hours, {stage.requests:9,.0f} requests"
+        f"  {stage.share:4.0%} of the traffic for {stage.hours:6.1f} hours, {stage.requests:9,.0f}"
+        " requests"
     )
 
 assert plan.measured, "the plan uses measured costs"

@@ -1,4 +1,4 @@
-"""Pictures with sliders and buttons, in plain JavaScript. Each is one file of this folder, ``NAME.js``."""
+"""Pictures with sliders and buttons, in plain JavaScript: one file of this folder each."""
 
 from __future__ import annotations
 

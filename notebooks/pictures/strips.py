@@ -43,10 +43,10 @@ class Token:
 
 
 def tokens_of(prompt: dict[str, Any], tokenizer: Tokenizer) -> list[Token]:
-    """Lists the tokens of one prompt of a :func:`~eagle3_jax.bench.trace.record`, those of the prompt included.
+    """Lists the tokens of one recorded prompt, those of the prompt included.
 
     Args:
-        prompt: One entry of ``Trace.prompts``.
+        prompt: One entry of ``Trace.prompts`` of :func:`~eagle3_jax.bench.trace.record`.
         tokenizer: The target's tokenizer.
     """
     pieces = Pieces(tokenizer)

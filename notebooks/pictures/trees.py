@@ -245,7 +245,7 @@ def interactive_rounds(rounds: Sequence[Mapping[str, Any]]) -> Interactive:
 def mask_map(
     mask: Any, labels: Sequence[str], *, title: str = "", depths: Sequence[int] | None = None
 ) -> Figure:
-    """Draws the ancestor mask: a dark square means that the node of the row attends to the node of the column.
+    """Draws the ancestor mask: dark where the node of the row attends to the node of the column.
 
     Args:
         mask: ``[N N]``, booleans.
