@@ -208,7 +208,8 @@ assert ridge > 200, "an H200 could do two hundred times more arithmetic in the t
 
 # %% tags=["hide-input"]
 STEPS = [(batch, tokens) for batch in (1, 8, 64, 256) for tokens in (1, 6)]
-OFFERED = "h200 h100 b200 a100-80gb l40s l4 rtx-4090 mi300x tpu-v5e tpu-v6e".split()
+OFFERED = ["h200", "h100", "b200", "a100-80gb", "l40s", "l4"]
+OFFERED += ["rtx-4090", "mi300x", "tpu-v5e", "tpu-v6e"]
 
 
 def descriptions(chip):

@@ -140,7 +140,7 @@ print(f"{len(rounds)} rounds for {NEW} tokens; tokens per round: {lengths}")
 
 # %%
 def keep_best(scores, parents, count):
-    """Returns the pool indices of the kept nodes in ascending order, and their parents in the draft.
+    """Returns the pool indices of the kept nodes in ascending order, and their new parents.
 
     Args:
         scores: Scores of the pool, `[P]`.
@@ -782,7 +782,7 @@ def generate_answer(pair, prompt, max_new_tokens):
 
 # %% tags=["hide-input"]
 class ScriptedPair:
-    """A pair for the check: the target counts 3, 4, 5, …; the draft is right for 2, 1 or 0 tokens."""
+    """A pair for the check: the target counts 3, 4, 5, …; 2, 1 or 0 draft tokens are right."""
 
     def __init__(self):
         self.committed = 0  # the number of tokens in the target's cache

@@ -113,7 +113,7 @@ stats.to_json()
 
 # %%
 def rates(rounds, counts):
-    """Returns `τ`, the draft acceptance rate, and the list of conditional acceptance rates by position.
+    """Returns `τ`, the draft acceptance rate, and the conditional rate at each position.
 
     Args:
         rounds: Number of rounds. Each of them drafts `len(counts)` tokens.
