@@ -464,7 +464,7 @@ def shown(round_, built, number):
     return {
         "tokens": [tokenizer.decode([int(token)]) for token in [*round_["tokens"], round_["next"]]],
         "parents": [*round_["parents"].tolist(), end],
-        "status": [*round_["status"], kind],
+        "kinds": [*round_["status"], kind],
         "p": [None, *round_["p"][1:].tolist(), float(round_["probs"][end, round_["next"]])],
         "q": [None, *built["q"][1:].tolist(), None],
         "score": [None, *built["score"][1:].tolist(), None],
@@ -485,7 +485,7 @@ counts = {
 }
 print(", ".join(f"{kind} {count}" for kind, count in counts.items()))
 assert counts[style.UNVISITED] > sum(counts.values()) / 2, "most nodes are never visited"
-trees.interactive_rounds(pictures)
+Moving("rounds", {"title": "Recorded rounds with a draft tree", "rounds": pictures})
 
 # %% [markdown]
 # Most nodes are never visited. The drafter does not know the branch that the target will take.

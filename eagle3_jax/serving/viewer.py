@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from eagle3_jax.bench.environment import hardware
@@ -32,7 +32,8 @@ from eagle3_jax.serving.transport import (
 from eagle3_jax.serving.worker import Watch
 from eagle3_jax.topology import Chain, DynamicTree
 
-PAGE = Path(__file__).parent / "page.html"
+PAGE = Path(__file__).with_name("page.html")
+SCRIPT = Path(__file__).with_name("trees.js")
 SERVED = "as the server"
 _SHAPES = {f"chain of {length}": Chain(length) for length in (1, 2, 3, 4, 5, 6, 8)}
 _SHAPES |= {
@@ -49,6 +50,12 @@ _FIELDS = {
     "draft",
     "draft_sampling",
 }
+
+
+def page() -> str:
+    """Returns the page, with the script that draws trees in it: it loads nothing."""
+    script = SCRIPT.read_text(encoding="utf-8")
+    return PAGE.read_text(encoding="utf-8").replace(f"/* {SCRIPT.name} */", script)
 
 
 class Viewer:
@@ -82,7 +89,7 @@ class Viewer:
         self._latest: Watch | None = None
         self._shapes = _usable_shapes(offer.decoder)
         self.routes = [
-            Route("/", lambda request: FileResponse(PAGE)),
+            Route("/", lambda request: HTMLResponse(page())),
             Route("/watch", self._tell, methods=["GET"]),
             Route("/watch", self._watch, methods=["POST"]),
         ]

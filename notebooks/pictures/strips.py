@@ -201,9 +201,10 @@ class _Pen:
         x = self.pad + self.x * self.advance
         width = len(text) * self.advance
         size = self.size
+        color = "#6b7280" if kind == PROMPT else "#1f2328"
         words = (
             f'<text x="{x:.1f}" y="{self.y + size:.1f}" textLength="{width:.1f}" '
-            f'xml:space="preserve" fill="{"#6b7280" if kind == PROMPT else "#1f2328"}">{html.escape(text)}</text>'
+            f'xml:space="preserve" fill="{color}">{html.escape(text)}</text>'
         )
         if kind == PROMPT:
             return words if text.strip() else ""

@@ -21,10 +21,9 @@ jupytext = pytest.importorskip("jupytext", reason="the extra `notebooks` is not 
 import machine
 import report
 from machine import Configuration, Machine
-from pictures.interactive import Interactive
 from pictures.strips import tokens_of
 from pictures.style import ACCEPTED, BONUS, CORRECTED
-from pictures.trees import interactive_rounds, statuses
+from pictures.trees import statuses
 
 import eagle3_jax as e3
 from eagle3_jax.bench.trace import record
@@ -199,10 +198,3 @@ def test_the_kinds_of_a_strip_are_counted_as_the_loop_counts_them() -> None:
     stats = trace.result.stats
     assert kinds.count(ACCEPTED) == stats.num_accepted_tokens
     assert kinds.count(CORRECTED) + kinds.count(BONUS) == stats.num_drafts
-
-
-def test_tokens_cannot_leave_the_script_they_are_in() -> None:
-    round_ = {"tokens": ["</script>", "<!-- x"], "parents": [-1, 0], "status": ["root", "accepted"]}
-    text = Interactive(interactive_rounds([round_]).figure).html(library=False)
-    assert text.count("</script") == 1
-    assert "<!--" not in text
