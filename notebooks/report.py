@@ -1,9 +1,9 @@
-"""Joins the executed notebooks of build/notebooks/gpu to one page that needs no network, build/gpu-notebooks.html.
+"""Joins the executed notebooks of build/notebooks/gpu to one page, build/gpu-notebooks.html.
 
-The page starts with one table of verdicts. The code is folded.
+The page needs no network. It starts with one table of verdicts. The code is folded.
 
-python notebooks/run.py notebooks/gpu
-python notebooks/report.py
+    python notebooks/run.py notebooks/gpu
+    python notebooks/report.py
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def page(folder: Path, *, expected: Sequence[str] = ()) -> str:
         )
 
     def within(link: re.Match[str]) -> str:
-        """Replaces a link to a notebook of the page by its anchor, and a link to another file by its text."""
+        """Replaces a link to a notebook by its anchor, and a link to another file by its text."""
         text = link[1]
         name = Path(link[2]).stem
         return f"[{text}](#{name})" if name in notebooks else text
@@ -159,7 +159,7 @@ def _shown(notebooks: dict[str, Any]) -> list[str]:
 
 
 def _results(notebooks: dict[str, Any]) -> str:
-    """One table of all verdicts. A verdict that is missing has a row with the notebook that should find it."""
+    """One table of all verdicts. A missing one has a row with the notebook that should find it."""
     rows_by_name = {row[1]: row[0] for text in _shown(notebooks) for row in _RESULT.finditer(text)}
     head = "<tr><th>verdict</th><th>result</th><th>source</th></tr>"
     missing = (
@@ -173,7 +173,7 @@ def _results(notebooks: dict[str, Any]) -> str:
 
 
 def _banner(notebooks: dict[str, Any]) -> str:
-    """Rows of all banners without repetition: the real parts and the stand-ins of the whole report."""
+    """Rows of all banners without repetition: real parts and stand-ins."""
     banners = [banner for text in _shown(notebooks) for banner in _BANNER.findall(text)]
     rows = list(dict.fromkeys(row for banner in banners for row in _ROW.findall(banner)))
     if not rows:
