@@ -5,6 +5,7 @@ That they run is checked by running them: ``make notebooks``.
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import json
 import os
@@ -20,14 +21,13 @@ jupytext = pytest.importorskip("jupytext", reason="the extra `notebooks` is not 
 
 import machine
 import report
-from machine import Configuration, Machine
+from machine import Configuration
 from pictures.strips import tokens_of
 from pictures.style import ACCEPTED, BONUS, CORRECTED
 from pictures.trees import statuses
 
 import eagle3_jax as e3
 from eagle3_jax.bench.trace import record
-from validation.subject import Setting, choose
 
 pytestmark = pytest.mark.torch
 
@@ -132,7 +132,7 @@ def test_what_cannot_be_meant_is_refused_in_one_line(environ: dict[str, str], me
 def test_the_report_starts_with_the_verdicts_and_names_stand_ins(tmp_path: Path) -> None:
     import nbformat
 
-    here = Machine(Configuration(), choose(Setting()), on_gpu=False, has_gpu=False)
+    here = machine.start({})
     banner = here.banner("vLLM", "price")
     assert [part.name for part in banner.missing] == ["device", "pair", "vLLM", "price"]
     for words in (
@@ -160,6 +160,32 @@ def test_the_report_starts_with_the_verdicts_and_names_stand_ins(tmp_path: Path)
     assert table < text.index("2 of 2 parts are stand-ins") < text.index("show_me")
     assert text.count("no result: see notebook") == 5, "verdicts that no notebook found"
     assert "02_other: not executed" in text
+
+
+def test_what_was_measured_on_this_machine_is_read_instead_of_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    committed = machine.start({})
+    run = dataclasses.replace(committed.report, gpu=True)
+    (tmp_path / "report.json").write_text(run.to_json(), encoding="utf-8")
+    rounds = {"parts": {"device": {"figures": {"error of float32": 0.5}}}}
+    (tmp_path / "h200.json").write_text(json.dumps(rounds), encoding="utf-8")
+    monkeypatch.setattr(machine, "REPORT", tmp_path / "report.json")
+    monkeypatch.setattr(machine, "ROUNDS", tmp_path / "h200.json")
+    here = machine.start({})
+    parts = {part.name: part.real for part in here.banner("vLLM", "rounds").parts}
+    assert parts == {"device": True, "pair": False, "vLLM": False, "rounds": True}
+    assert here.rounds("device").figures["error of float32"] == 0.5
+    assert here.rounds("bits").origin.startswith("NVIDIA H200"), "a part that was not measured"
+    assert here.speeds == committed.speeds
+
+
+def test_variables_are_options_of_the_validation() -> None:
+    options = Configuration(target="t", drafter="d", prompts=(Path("p"),), price_per_hour=2.0)
+    assert options.options() == [
+        *("--prompts=p", "--target=t", "--drafter=d"),
+        *("--vllm-memory=0.3", "--price-per-hour=2.0"),
+    ]
 
 
 def test_attention_by_xla_is_allowed() -> None:
