@@ -298,9 +298,9 @@ class Machine:
         return list({tuple(row[:3]): _read_speed(row) for row in rows}.values())
 
     def rounds(self, part: str) -> Figures | None:
-        """Returns the figures of a part of examples/h200.py; ``None`` if nobody measured it."""
-        own = (self.own_rounds or {}).get("parts", {}).get(part, {}).get("figures")
-        return Figures(own, "this machine") if own else _committed_rounds().get(part)
+        """Returns the figures of a part of examples/h200.py; ``None`` if there are none."""
+        figures = (self.own_rounds or {}).get("parts", {}).get(part, {}).get("figures")
+        return Figures(figures, "this machine") if figures else _committed_rounds().get(part)
 
     def verdict(self, name: str, text: str, *, needs: str = "") -> Result:
         """Makes a row of the joined report, which depends on ``needs`` (see :meth:`banner`) too."""

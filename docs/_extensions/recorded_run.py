@@ -8,7 +8,6 @@ from typing import Any
 
 DOCS = Path(__file__).resolve().parents[1]
 PAGE = DOCS.parent / "eagle3_jax" / "serving" / "page.html"
-SCRIPT = PAGE.with_name("trees.js")
 RUNS = DOCS / "recorded" / "page_runs.json"
 _NAME = "recorded_run.html"
 _EMPTY = '<script type="application/json" id="recorded">[]</script>'
@@ -29,8 +28,8 @@ def setup(app: Any) -> dict[str, Any]:
 
 def page_with_runs() -> str:
     """Returns the page of the server with the recorded runs in it, which needs no server."""
-    script = SCRIPT.read_text(encoding="utf-8")
-    page = PAGE.read_text(encoding="utf-8").replace(f"/* {SCRIPT.name} */", script)
+    script = PAGE.with_name("trees.js").read_text("utf-8")
+    page = PAGE.read_text("utf-8").replace("/* trees.js */", script)
     if page.count(_EMPTY) != 1:
         raise ValueError(f"{PAGE.name} has no place for recorded runs: {_EMPTY}")
     runs = json.loads(RUNS.read_text(encoding="utf-8"))

@@ -88,7 +88,7 @@ def _decode(
 ) -> Generator[Record, None, list[int]]:
     """Decodes a request in one lane: yields every event of the lane, and returns the tokens."""
     pieces = Pieces(decoder.target.tokenizer)
-    state, seconds = _timed(functools.partial(_prefill, decoder, request))
+    state, seconds = _timed(lambda: _prefill(decoder, request))
     length, finish = _progress(state)
     output = to_host(state.tokens)[0, len(request.tokens) : length].tolist()
     texts = _texts(pieces, decoder, output, finish)
@@ -280,12 +280,12 @@ def acceptance(
         p: The target's distribution after each node.
         q: The distribution that each node was sampled from; ``None`` for point masses.
     """
-    remaining = np.array(p, np.float32)
+    remaining = p.copy()
     chances = [1.0]
     for node in range(1, len(tokens)):
         parent = parents[node]
         token = tokens[node]
-        proposal = np.eye(1, p.shape[1], token, np.float32)[0] if q is None else q[node]
+        proposal = np.eye(1, p.shape[1], token)[0] if q is None else q[node]
         ratio = remaining[parent, token] / proposal[token] if proposal[token] > 0 else 1.0
         chances.append(_rounded(min(1.0, ratio)))
         remaining[parent], _ = residual(jnp.asarray(remaining[parent]), jnp.asarray(proposal))

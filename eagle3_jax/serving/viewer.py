@@ -33,7 +33,6 @@ from eagle3_jax.serving.worker import Watch
 from eagle3_jax.topology import Chain, DynamicTree
 
 PAGE = Path(__file__).with_name("page.html")
-SCRIPT = Path(__file__).with_name("trees.js")
 SERVED = "as the server"
 _SHAPES = {f"chain of {length}": Chain(length) for length in (1, 2, 3, 4, 5, 6, 8)}
 _SHAPES |= {
@@ -54,8 +53,9 @@ _FIELDS = {
 
 def page() -> str:
     """Returns the page, with the script that draws trees in it: it loads nothing."""
-    script = SCRIPT.read_text(encoding="utf-8")
-    return PAGE.read_text(encoding="utf-8").replace(f"/* {SCRIPT.name} */", script)
+    return PAGE.read_text("utf-8").replace(
+        "/* trees.js */", PAGE.with_name("trees.js").read_text("utf-8")
+    )
 
 
 class Viewer:

