@@ -178,8 +178,13 @@ def test_a_round_accepts_and_commits_the_path(
 
 def test_recorded_rounds_are_shown_with_their_values(page: Any) -> None:
     """A token cannot leave the script that it is in."""
-    drafted = {"tokens": ["x", "</script>"], "parents": [-1, 0], "kinds": ["root", "accepted"]}
-    show(page, Moving("rounds", {"title": "", "rounds": [drafted | {"p": [None, 0.25]}]}))
+    drafted = {
+        "tokens": ["x", "</script>"],
+        "parents": [-1, 0],
+        "kinds": ["root", "accepted"],
+        "p": [None, 0.25],
+    }
+    show(page, Moving("rounds", {"title": "", "rounds": [drafted]}))
     page.hover("g[data-node='1'] text")
     assert "</script>”: node 1, accepted, p (target) 0.2500" in page.text_content(".caption")
 
