@@ -186,7 +186,7 @@ def test_recorded_rounds_are_shown_with_their_values(page: Any) -> None:
     }
     show(page, Moving("rounds", {"title": "", "rounds": [drafted]}))
     page.hover("g[data-node='1'] text")
-    assert "</script>”: node 1, accepted, p (target) 0.2500" in page.text_content(".caption")
+    page.wait_for_selector(".caption:text('</script>”: node 1, accepted, p (target) 0.2500')")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

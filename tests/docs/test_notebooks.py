@@ -52,8 +52,13 @@ def test_another_environment_is_told_what_to_install(source: Path) -> None:
     first = next(
         cell["source"] for cell in jupytext.read(source).cells if cell["cell_type"] == "code"
     )
-    command = [sys.executable, "-E", "-S", "-c", first]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=source.parent)
+    done = subprocess.run(
+        [sys.executable, "-E", "-S", "-c", first],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=source.parent,
+    )
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "pip install" in done.stderr
@@ -80,9 +85,13 @@ def test_errors_and_warnings_of_a_notebook_are_fatal(
 ) -> None:
     def runner(*arguments: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, FOLDER / "run.py", *map(str, arguments)]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
         return subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=False, cwd=ROOT
+            command,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=ROOT,
         )
 
     source = tmp_path / "99_of_a_test.py"
@@ -94,8 +103,8 @@ def test_errors_and_warnings_of_a_notebook_are_fatal(
     done = runner(source, "--output", tmp_path / "executed")
     assert done.returncode == int(problem is not None), done.stdout + done.stderr
     assert (problem or "ok") in done.stdout
-    executed = json.loads((tmp_path / "executed" / "99_of_a_test.ipynb").read_text())
-    assert executed["cells"][-1]["outputs"], "the outputs are kept, errors too"
+    executed = (tmp_path / "executed" / "99_of_a_test.ipynb").read_text()
+    assert json.loads(executed)["cells"][-1]["outputs"], "the outputs are kept, errors too"
 
 
 # ---------------------------------------------------------------- the notebooks for GPUs
@@ -178,8 +187,8 @@ def test_every_variable_is_documented_and_no_other() -> None:
 )
 def test_a_picture_says_what_became_of_each_node(path: list[int], expected: str) -> None:
     """0 -> 1 -> 3 -> 5, 0 -> 2, 1 -> 4 -> 6; by first letters, ``u`` for never visited, and the root is one more r."""
-    node_statuses = statuses([-1, 0, 0, 1, 1, 3, 4], path)
-    assert "".join(status[0].replace("n", "u") for status in node_statuses) == expected
+    letters = [status[0].replace("n", "u") for status in statuses([-1, 0, 0, 1, 1, 3, 4], path)]
+    assert "".join(letters) == expected
 
 
 def test_the_kinds_of_a_strip_are_counted_as_the_loop_counts_them() -> None:
@@ -189,8 +198,8 @@ def test_the_kinds_of_a_strip_are_counted_as_the_loop_counts_them() -> None:
     decoder = e3.SpeculativeDecoder(
         target, e3.load_drafter(target=target), stop_tokens=(), tree=tree
     )
-    prompt = "def read_config(filename, encoding=None):\n"
-    trace = record(decoder, [prompt], max_new_tokens=[40], sampling=e3.SamplingParams(), seed=0)
+    prompts = ["def read_config(filename, encoding=None):\n"]
+    trace = record(decoder, prompts, max_new_tokens=[40], sampling=e3.SamplingParams(), seed=0)
     kinds = [token.kind for token in tokens_of(trace.prompts[0], decoder.target.tokenizer)]
     stats = trace.result.stats
     assert kinds.count(ACCEPTED) == stats.num_accepted_tokens
