@@ -166,8 +166,8 @@ def test_the_report_starts_with_the_verdicts_and_names_stand_ins(tmp_path: Path)
 
 def test_a_report_of_a_gpu_is_real_but_for_the_shipped_pair_and_vllm_for_cpus() -> None:
     here = machine.start({"EAGLE3_PRICE_PER_HOUR": "2", "EAGLE3_ATTENTION": "xla"})
-    run = dataclasses.replace(here.report, gpu=True)
-    banner = dataclasses.replace(here, report=run, is_own_report=True).banner("vLLM", "price")
+    here.report.gpu = True
+    banner = dataclasses.replace(here, is_own_report=True).banner("vLLM", "price")
     assert [part.name for part in banner.missing] == ["pair", "vLLM"]
     assert "--price-per-hour=2.0" in here.configuration.options()
 
