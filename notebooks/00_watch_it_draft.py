@@ -21,9 +21,9 @@
 # - say what a round is, and what accepted, corrected and bonus tokens are;
 # - read `τ` off a colored text.
 #
-# There are no formulas. The notebook takes less than a minute on two CPU cores. It needs only `pip
-# install -e '.[notebooks]'`. It downloads SmolLM2-135M-Instruct once (93 MB); without a network, a
-# small model of the package continues code instead.
+# There are no formulas. The notebook takes less than a minute on two CPU cores. It needs only
+# `pip install -e '.[notebooks]'`. It downloads SmolLM2-135M-Instruct once (93 MB); without a
+# network, a small model of the package continues code instead.
 
 # %% tags=["hide-input"]
 import first_cell
@@ -94,8 +94,12 @@ HTML(svg(lanes, seconds_per_round=0.5))
 # So every round adds at least one token, and every token is the target's own choice. The head can
 # only change how many rounds are needed. The table has the first rounds of the run.
 
+
 # %%
-piece = lambda token: repr(target.tokenizer.decode([token]))
+def piece(token):
+    return repr(target.tokenizer.decode([token]))
+
+
 for number, round_ in enumerate(rounds[:8], start=1):
     proposed = [piece(token) for token in round_["tokens"][1:]]
     count = len(round_["path"])
@@ -116,9 +120,9 @@ display(strip(drafted, "The run with drafts"))
 # The mean number of tokens that a round adds is called `τ` (tau), the **mean acceptance length**.
 # Without drafts it is 1.
 #
-# **Exercise.** All notebooks have exercises of this form. A function with `raise
-# NotImplementedError` is yours to write. The folded cell below it has an answer. The cell after
-# that checks your function. If you leave the function as it is, the notebook uses the answer.
+# **Exercise.** All notebooks have exercises of this form. A function with
+# `raise NotImplementedError` is yours to write. The folded cell below it has an answer. The cell
+# after that checks your function. If you leave the function as it is, the notebook uses the answer.
 
 
 # %%
@@ -134,9 +138,15 @@ def mean_acceptance_length_answer(accepted):
 
 # %%
 def check_mean_acceptance_length(mean_acceptance_length):
-    assert abs(mean_acceptance_length([0, 0, 0]) - 1) < 1e-9, "a round without accepted tokens adds one token"
-    assert abs(mean_acceptance_length([3, 3]) - 4) < 1e-9, "three accepted tokens and a bonus are four tokens"
-    assert abs(mean_acceptance_length([2, 0, 1]) - 2) < 1e-9, "three rounds add 3 + 1 + 2 tokens: 6 / 3"
+    assert abs(mean_acceptance_length([0, 0, 0]) - 1) < 1e-9, (
+        "a round without accepted tokens adds one token"
+    )
+    assert abs(mean_acceptance_length([3, 3]) - 4) < 1e-9, (
+        "three accepted tokens and a bonus are four tokens"
+    )
+    assert abs(mean_acceptance_length([2, 0, 1]) - 2) < 1e-9, (
+        "three rounds add 3 + 1 + 2 tokens: 6 / 3"
+    )
 
 
 mean_acceptance_length = checked(

@@ -24,9 +24,9 @@
 #   that ends;
 # - read `S = τ / (v + K·c)`, the speed-up formula of all later notebooks.
 #
-# The notebook takes about a minute on two CPU cores, offline. It needs only `pip install -e
-# '.[notebooks]'`. It uses the small pair of models of the package. [00](00_watch_it_draft.ipynb)
-# shows the method on a chat model.
+# The notebook takes about a minute on two CPU cores, offline. It needs only
+# `pip install -e '.[notebooks]'`. It uses the small pair of models of the package.
+# [00](00_watch_it_draft.ipynb) shows the method on a chat model.
 #
 # **Exercises.** A function with `raise NotImplementedError` is yours to write. The folded cell
 # below it has an answer. The cell after that checks your function. If you leave the function as it
@@ -83,7 +83,9 @@ CONTEXT = 1024
 
 def deployed(name, weights, accelerator=H200):
     target = KNOWN_MODELS[name]
-    return Deployment(target=target, head=usual_head(target), accelerator=accelerator, weights=weights)
+    return Deployment(
+        target=target, head=usual_head(target), accelerator=accelerator, weights=weights
+    )
 
 
 small = deployed("Llama-3.1-8B", "bfloat16")
@@ -143,12 +145,18 @@ def check_step_bound(step_bound):
     plain = step_bound(16e9, 16e9, 4e12, 1e15)
     assert abs(plain - 0.004) < 1e-9, "16 GB at 4 TB/s take 4 ms; the arithmetic is faster"
     large_batch = step_bound(16e9, 16e12, 4e12, 1e15)
-    assert abs(large_batch - 0.016) < 1e-9, "a thousand times the arithmetic takes 16 ms, longer than reading"
+    assert abs(large_batch - 0.016) < 1e-9, (
+        "a thousand times the arithmetic takes 16 ms, longer than reading"
+    )
     model = deployed("Llama-3.1-8B", "bfloat16")
     for batch, tokens in ((1, 1), (1, 6), (64, 6), (512, 6)):
-        work = forward_work(model, model.target, batch=batch, context=CONTEXT, tokens=tokens, logits=tokens)
+        work = forward_work(
+            model, model.target, batch=batch, context=CONTEXT, tokens=tokens, logits=tokens
+        )
         operations = work.layer_flops + work.other_flops
-        seconds = step_bound(work.num_bytes, operations, H200.bandwidth_bytes_per_second, H200.peak_flops)
+        seconds = step_bound(
+            work.num_bytes, operations, H200.bandwidth_bytes_per_second, H200.peak_flops
+        )
         bound = round_bound(model, batch=batch, context=CONTEXT, num_draft_tokens=tokens - 1)
         assert abs(seconds / bound.verify_seconds - 1) < 1e-9, (
             f"{batch} sequences, {tokens} tokens on an H200"
@@ -200,7 +208,8 @@ assert ridge > 200, "an H200 could do two hundred times more arithmetic in the t
 
 # %% tags=["hide-input"]
 STEPS = [(batch, tokens) for batch in (1, 8, 64, 256) for tokens in (1, 6)]
-OFFERED = ["h200", "h100", "b200", "a100-80gb", "l40s", "l4", "rtx-4090", "mi300x", "tpu-v5e", "tpu-v6e"]  # fmt: skip
+OFFERED = ["h200", "h100", "b200", "a100-80gb", "l40s", "l4"]
+OFFERED += ["rtx-4090", "mi300x", "tpu-v5e", "tpu-v6e"]
 
 
 def descriptions(chip):
@@ -249,7 +258,10 @@ K = 5
 batches = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 figure, (cost_axes, speedup_axes) = plt.subplots(1, 2, figsize=(9, 3.4))
 for name, deployment in (("Llama-3.1-8B, bfloat16", small), ("Llama-3.3-70B, FP8", large)):
-    bounds = [round_bound(deployment, batch=batch, context=CONTEXT, num_draft_tokens=K) for batch in batches]
+    bounds = [
+        round_bound(deployment, batch=batch, context=CONTEXT, num_draft_tokens=K)
+        for batch in batches
+    ]
     costs = [bound.verify_cost for bound in bounds]
     cost_axes.plot(batches, costs, marker="o", label=name)
     speedup_axes.plot(batches, [bound.speedup(TAU) for bound in bounds], marker="o", label=name)
@@ -274,7 +286,9 @@ cost_axes.legend()
 plt.show()
 
 for name, deployment in (("Llama-3.1-8B", small), ("Llama-3.3-70B", large)):
-    batch = break_even_batch(deployment, context=CONTEXT, num_draft_tokens=K, mean_acceptance_length=TAU)
+    batch = break_even_batch(
+        deployment, context=CONTEXT, num_draft_tokens=K, mean_acceptance_length=TAU
+    )
     print(f"{name}: with {TAU:g} tokens per round, drafting stops paying off at {batch} sequences")
 
 # %% [markdown]
@@ -343,7 +357,10 @@ for size, milliseconds in spread.items():
 here = Deployment(
     target=target.model.config, head=None, accelerator=H200, cache="float32"
 )  # mixed: caches in float32
-works = [forward_work(here, here.target, batch=1, context=256, tokens=size, logits=size) for size in SIZES]
+works = [
+    forward_work(here, here.target, batch=1, context=256, tokens=size, logits=size)
+    for size in SIZES
+]
 reading = [1e3 * work.num_bytes / bandwidth for work in works]
 computing = [1e3 * (work.layer_flops + work.other_flops) / arithmetic for work in works]
 
@@ -378,8 +395,8 @@ assert 25 < computing[-1] / computing[0] < 40, "they compute 32 times as much"
 # In each **round**, a small **draft head** proposes `K` tokens. The target runs on all of them in
 # one forward pass. It keeps the tokens that it would have generated itself and adds one more token.
 #
-# The strips show one text of the shipped target, generated by plain decoding and with the head (`K
-# = 3`). The color of a token shows its origin. Hover over a token for its round.
+# The strips show one text of the shipped target, generated by plain decoding and with the head
+# (`K = 3`). The color of a token shows its origin. Hover over a token for its round.
 
 # %%
 plain = e3.SpeculativeDecoder(target, stop_tokens=())
@@ -406,11 +423,13 @@ for trace, words in (
 # - `v` is the cost of verifying `K + 1` tokens, in plain steps.
 # - `c` is the cost of one forward pass of the head, in plain steps. A round has `K` of them.
 #
-# A round costs `v + K·c` plain steps and adds `τ` tokens. Therefore the speed-up is `S = τ / (v +
-# K·c)`. Move the sliders. Which number makes a draft slower than plain decoding?
+# A round costs `v + K·c` plain steps and adds `τ` tokens. Therefore the speed-up is
+# `S = τ / (v + K·c)`. Move the sliders. Which number makes a draft slower than plain decoding?
 
 # %%
-Moving("speedup", {"tau": 2.4, "v": 1.2, "c": 0.1, "K": 3, "title": "Time of a round, in plain steps"})
+Moving(
+    "speedup", {"tau": 2.4, "v": 1.2, "c": 0.1, "K": 3, "title": "Time of a round, in plain steps"}
+)
 
 # %% [markdown]
 # **Exercise: the longest draft that pays off.** `taus[k]` is `τ` of a chain of `k` tokens,
@@ -419,13 +438,16 @@ Moving("speedup", {"tau": 2.4, "v": 1.2, "c": 0.1, "K": 3, "title": "Time of a r
 
 # %%
 def best_length(taus, verify_costs, draft_cost):
-    """Returns the draft length with the largest speed-up; 0 if no draft is faster than plain decoding."""
+    """Returns the draft length with the largest speed-up; 0 if no draft is faster than plain."""
     raise NotImplementedError  # your code here
 
 
 # %% tags=["hide-input", "answer"]
 def best_length_answer(taus, verify_costs, draft_cost):
-    gains = [tau / (v + k * draft_cost) for k, (tau, v) in enumerate(zip(taus, verify_costs, strict=True))]
+    gains = [
+        tau / (v + k * draft_cost)
+        for k, (tau, v) in enumerate(zip(taus, verify_costs, strict=True))
+    ]
     return gains.index(max(gains))
 
 
@@ -435,8 +457,12 @@ def check_best_length(best_length):
     assert best_length(taus, [1, 1, 1, 1], 0.0) == 3, (
         "if drafts and verification are free, the longest is best"
     )
-    assert best_length(taus, [1, 1, 1, 1], 0.25) == 2, "2.2 / 1.5 is above 1.7 / 1.25 and 2.5 / 1.75"
-    assert best_length(taus, [1, 2, 3, 4], 0.0) == 0, "if v is K + 1, no draft is faster than plain decoding"
+    assert best_length(taus, [1, 1, 1, 1], 0.25) == 2, (
+        "2.2 / 1.5 is above 1.7 / 1.25 and 2.5 / 1.75"
+    )
+    assert best_length(taus, [1, 2, 3, 4], 0.0) == 0, (
+        "if v is K + 1, no draft is faster than plain decoding"
+    )
     assert best_length([1, 1.9, 2.0], [1, 1.0, 1.0], 0.3) == 1, "1.9 / 1.3 is above 2.0 / 1.6"
     for k in range(4):
         gain = speedup(taus[k], num_draft_tokens=k, verify_cost=1.1, draft_cost=0.1)
@@ -454,7 +480,9 @@ best_length = checked(best_length, best_length_answer, check_best_length)
 # %%
 stats = speculated.result.stats
 tau = stats.mean_acceptance_length
-assert tau == 1 + int(stats.num_accepted_tokens) / rounds, "a round adds the accepted tokens plus one"
+assert tau == 1 + int(stats.num_accepted_tokens) / rounds, (
+    "a round adds the accepted tokens plus one"
+)
 
 verify = [ours / step for ours, step in zip(taken[4], taken[1], strict=True)]
 draft = []
@@ -475,7 +503,8 @@ print(
     f" ({c.low:.3f}-{c.high:.3f})"
 )
 print(
-    f"predicted S = {expected:.2f}; measured {measured.median:.2f} ({measured.low:.2f}-{measured.high:.2f})"
+    f"predicted S = {expected:.2f}; measured {measured.median:.2f}"
+    f" ({measured.low:.2f}-{measured.high:.2f})"
 )
 assert compared.same_output, "the same tokens again"
 
@@ -495,7 +524,9 @@ assert compared.same_output, "the same tokens again"
 in_bfloat16 = dataclasses.replace(large, weights="bfloat16")
 work = forward_work(in_bfloat16, large.target, batch=1, context=CONTEXT, tokens=1, logits=1)
 wished = H200.peak_flops / (work.layer_flops + work.other_flops)
-allowed = round_bound(in_bfloat16, batch=1, context=CONTEXT, num_draft_tokens=0).plain_tokens_per_second
+allowed = round_bound(
+    in_bfloat16, batch=1, context=CONTEXT, num_draft_tokens=0
+).plain_tokens_per_second
 print(f"peak / operations: {wished:,.0f} tokens/s; bandwidth / bytes: {allowed:.0f} tokens/s")
 print(f"too high by a factor of {wished / allowed:.0f}")
 assert abs(wished / allowed * intensity(in_bfloat16, 1, 1) / ridge - 1) < 1e-6, (
@@ -536,8 +567,8 @@ assert not claim.possible and 3.5 < claim.share_of_bound < 4.2, "off by a factor
 #
 # </details>
 #
-# **3.** With `v = 1` and `c = 0.05`, which `τ` does a chain of `K = 5` need for `S = 2`? Can `K =
-# 1` reach `S = 2`?
+# **3.** With `v = 1` and `c = 0.05`, which `τ` does a chain of `K = 5` need for `S = 2`? Can
+# `K = 1` reach `S = 2`?
 #
 # <details><summary>Answer</summary>
 #

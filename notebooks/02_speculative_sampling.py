@@ -23,9 +23,9 @@
 # - prove by enumeration in rational numbers that the rule is lossless;
 # - recognize five common mistakes in the rule.
 #
-# The notebook takes one to two minutes on two CPU cores. It needs only `pip install -e
-# '.[notebooks]'`. It downloads the chat model once (93 MB); without a network, the small pair of
-# the package replaces it. Read [01](01_memory_bound_decoding.ipynb) first.
+# The notebook takes one to two minutes on two CPU cores. It needs only
+# `pip install -e '.[notebooks]'`. It downloads the chat model once (93 MB); without a network, the
+# small pair of the package replaces it. Read [01](01_memory_bound_decoding.ipynb) first.
 #
 # **Exercises.** A function with `raise NotImplementedError` is yours to write. The folded cell
 # below it has an answer. The cell after that checks your function. If you leave the function as it
@@ -74,7 +74,9 @@ from eagle3_jax.tree import causal_mask
 p = np.array([0.5, 0.3, 0.15, 0.05])  # target
 q = np.array([0.2, 0.5, 0.1, 0.2])  # drafter
 logits = {"target": np.log(p).tolist(), "drafter": np.log(q).tolist()}
-Moving("acceptance", {"labels": list("ABCD"), "title": "Target p and drafter q, four tokens", **logits})
+Moving(
+    "acceptance", {"labels": list("ABCD"), "title": "Target p and drafter q, four tokens", **logits}
+)
 
 # %% [markdown]
 # **Exercise: the acceptance probability.** Write it in one line of numpy.
@@ -95,7 +97,9 @@ def acceptance_answer(p, q):
 def check_acceptance(acceptance):
     keep = acceptance(np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.6, 0.2]))
     assert np.isclose(keep[0], 1), "p = 0.5 is above q = 0.2, so a drafted token is always accepted"
-    assert np.isclose(keep[1], 0.5), "p = 0.3 is half of q = 0.6, so half of the drafted tokens are accepted"
+    assert np.isclose(keep[1], 0.5), (
+        "p = 0.3 is half of q = 0.6, so half of the drafted tokens are accepted"
+    )
     assert np.isclose(keep[2], 1), "where p and q are equal, every drafted token is accepted"
 
 
@@ -135,15 +139,21 @@ accept = acceptance(p, q)
 rejected = np.sum(q * (1 - accept))  # probability that the draft token is rejected
 # drafted and accepted, or sampled from the residual
 output = q * accept + rejected * residual(p, q)
-for name, values in {"p": p, "q": q, "accept": accept, "residual": residual(p, q), "output": output}.items():
+for name, values in {
+    "p": p,
+    "q": q,
+    "accept": accept,
+    "residual": residual(p, q),
+    "output": output,
+}.items():
     print(f"{name:9}", values.round(3))
 assert np.allclose(output, p), "the output has the target's distribution"
 assert np.isclose(np.maximum(p - q, 0).sum(), rejected), "a rejection has the mass of the residual"
 
 # %% [markdown]
-# This is the whole proof for one token. Token `x` is drafted and accepted with probability `min(p,
-# q)`. The draft is rejected with probability `1 − Σ min(p, q)`, which equals `Σ max(p − q, 0)`.
-# Therefore the output has the distribution `min(p, q) + max(p − q, 0) = p`.
+# This is the whole proof for one token. Token `x` is drafted and accepted with probability
+# `min(p, q)`. The draft is rejected with probability `1 − Σ min(p, q)`, which equals
+# `Σ max(p − q, 0)`. Therefore the output has the distribution `min(p, q) + max(p − q, 0) = p`.
 #
 # The acceptance probability is `α = Σ min(p, q)`. It equals one minus the *total variation
 # distance* of the two distributions.
@@ -158,7 +168,9 @@ assert np.isclose(np.maximum(p - q, 0).sum(), rejected), "a rejection has the ma
 # %%
 QUESTION = "Give me one tip for learning a language."
 ANSWER = "One tip that can help you learn a language is to immerse yourself in the culture of"
-chat_target, chat_head, chat_prompts = load_chat([QUESTION], ["def main(argv=None):\n    parser = argparse."])
+chat_target, chat_head, chat_prompts = load_chat(
+    [QUESTION], ["def main(argv=None):\n    parser = argparse."]
+)
 is_chat = chat_target.chat_template is not None
 begun = chat_prompts[0] + (chat_target.tokenizer.encode(ANSWER).ids if is_chat else [])
 
@@ -175,7 +187,11 @@ def distributions_of_next(target, head, tokens):
     positions = jnp.arange(text.shape[1])[None]
     final = target.model(target.params, text, positions, causal_mask(text.shape[1])).final
     logits = target.model.unembed(target.params, final[:, -1:])
-    return text[0].tolist(), np.asarray(jax.nn.softmax(logits[0, 0])), np.asarray(drafted.probs[0, 1])
+    return (
+        text[0].tolist(),
+        np.asarray(jax.nn.softmax(logits[0, 0])),
+        np.asarray(drafted.probs[0, 1]),
+    )
 
 
 chat_text, chat_p, chat_q = distributions_of_next(chat_target, chat_head, begun)
@@ -194,7 +210,10 @@ logits = {
     name: np.log(np.maximum(dist[likely], 1e-6)).tolist()
     for name, dist in (("target", chat_p), ("drafter", chat_q))
 }
-Moving("acceptance", {"labels": labels, "title": "Next token of the answer, seven tokens only", **logits})
+Moving(
+    "acceptance",
+    {"labels": labels, "title": "Next token of the answer, seven tokens only", **logits},
+)
 
 # %% [markdown]
 # ## Chains of K tokens
@@ -203,10 +222,10 @@ Moving("acceptance", {"labels": labels, "title": "Next token of the answer, seve
 # and stops. If it accepts all of them, it samples one more token, the **bonus**, from the target's
 # distribution after the last draft token. So every round adds at least one token.
 #
-# A uniform `u` in [0, 1) accepts `x` if `u · q(x) < p(x)`, which has probability `min(1, p(x) /
-# q(x))`. `draw` samples a token from a distribution: the first uniform chooses a group of 64
-# tokens, the next one a token in the group. A cumulative sum over the whole vocabulary would have
-# larger rounding errors ([design notes](../docs/design.md)).
+# A uniform `u` in [0, 1) accepts `x` if `u · q(x) < p(x)`, which has probability
+# `min(1, p(x) / q(x))`. `draw` samples a token from a distribution: the first uniform chooses a
+# group of 64 tokens, the next one a token in the group. A cumulative sum over the whole vocabulary
+# would have larger rounding errors ([design notes](../docs/design.md)).
 
 
 # %%
@@ -265,7 +284,9 @@ def check_verify_chain(verify_chain):
         _, count, last = theirs(draft, p, jnp.array([0, *accept]), choose, 2)
         expected = [*tokens[: int(count)], int(last)]
         added = list(verify_chain(tokens, p, q, accept, choose))
-        assert added[: int(count)] == expected[:-1], f"{int(count)} draft tokens are accepted in this round"
+        assert added[: int(count)] == expected[:-1], (
+            f"{int(count)} draft tokens are accepted in this round"
+        )
         assert len(added) == len(expected), "a round adds the accepted tokens and one more"
         kind = "bonus, sampled from p" if count == 2 else "correction, sampled from the residual"
         assert added == expected, f"the last token is a {kind}"
@@ -293,7 +314,7 @@ pieces = [target.tokenizer.decode([token]) for token in range(V)]
 
 @jax.jit
 def distributions_after(tokens):
-    """The target's distribution after every token of each row, [B T V], in one pass without a cache."""
+    """The target's distribution after every token, [B T V], in one pass without a cache."""
     width = tokens.shape[1]
     positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), tokens.shape)
     final = target.model(target.params, tokens, positions, causal_mask(width)).final
@@ -301,7 +322,7 @@ def distributions_after(tokens):
 
 
 def round_of(state):
-    """Plays a round and returns the new state, the draft tokens [B K+1], p [B K+1 V] and q [B K V]."""
+    """Plays a round. Returns the new state, the draft tokens [B K+1], p [B K+1 V], q [B K V]."""
     texts = np.pad(np.asarray(state.tokens), ((0, 0), (0, K)))
     # the slot of the newest token, which is the root of the draft
     root_slots = np.asarray(state.length) - 1
@@ -310,7 +331,9 @@ def round_of(state):
     for text, slot, chain in zip(texts, root_slots, draft.tokens, strict=True):
         text[slot : slot + K + 1] = chain
     probs = distributions_after(texts)
-    p = np.stack([row[slot : slot + K + 1] for row, slot in zip(np.asarray(probs), root_slots, strict=True)])
+    p = np.stack(
+        [row[slot : slot + K + 1] for row, slot in zip(np.asarray(probs), root_slots, strict=True)]
+    )
     return played.state, draft.tokens, p, draft.probs[:, 1:]
 
 
@@ -335,7 +358,13 @@ ROWS = 512
 uniforms = e3.uniforms(jax.random.split(jax.random.key(1), ROWS), K + 1 + e3.num_digits(V))
 accept = uniforms[:, : K + 1]
 choose = uniforms[:, K + 1 :]
-many = lambda array: jnp.broadcast_to(jnp.asarray(array), (ROWS, *np.shape(array)))
+
+
+def many(array):
+    """The same array in every row."""
+    return jnp.broadcast_to(jnp.asarray(array), (ROWS, *np.shape(array)))
+
+
 chain = e3.Draft(
     tokens=many(tokens[0]),
     parents=many(jnp.arange(K + 1, dtype=jnp.int32) - 1),
@@ -386,8 +415,8 @@ for k in range(K):
 # residual is `p` without `x`. The rule needs the distribution that the token was *sampled from*.
 # The output of the network is a different distribution.
 #
-# A greedy draft token is accepted with probability `p(x)`, a sampled one with probability `Σ min(p,
-# q)`. The plot compares both for the first positions of six rounds.
+# A greedy draft token is accepted with probability `p(x)`, a sampled one with probability
+# `Σ min(p, q)`. The plot compares both for the first positions of six rounds.
 
 # %%
 firsts = list(zip(all_p[:, 0], all_q[:, 0], strict=True))
@@ -398,7 +427,9 @@ if_sampled = np.array([np.minimum(a, b).sum() for a, b in firsts])
 if_greedy = np.array([a[b.argmax()] for a, b in firsts])
 
 print(f"mean acceptance: sampled {if_sampled.mean():.3f}, greedy {if_greedy.mean():.3f}")
-assert if_sampled.mean() > 1.5 * if_greedy.mean(), "on average, sampled drafts are accepted more often"
+assert if_sampled.mean() > 1.5 * if_greedy.mean(), (
+    "on average, sampled drafts are accepted more often"
+)
 assert 0.5 < np.mean(if_sampled > if_greedy) < 1, "at most positions, but not at all"
 
 one_hot = np.eye(V, dtype=np.float32)[tokens[0]]
@@ -487,7 +518,9 @@ def one_by_one(horizon):
     """Distribution of the target's own texts: p(x1) p(x2 | x1) ..."""
     texts = {(): Fraction(1)}
     for _ in range(horizon):
-        texts = {(*text, x): mass * w for text, mass in texts.items() for x, w in enumerate(P(text))}
+        texts = {
+            (*text, x): mass * w for text, mass in texts.items() for x, w in enumerate(P(text))
+        }
     return texts
 
 
@@ -533,7 +566,9 @@ mistakes = {
     "the residual is uniform": Rule(refused=uniform),
     "the bonus is sampled from q": Rule(bonus=lambda p, q: q),
 }
-distances = {name: [total_variation(rule, n) for n in (1, 2, 3, 4)] for name, rule in mistakes.items()}
+distances = {
+    name: [total_variation(rule, n) for n in (1, 2, 3, 4)] for name, rule in mistakes.items()
+}
 
 print(f"{'tokens':28}1       2       3       4")
 for name, values in distances.items():
@@ -622,7 +657,7 @@ assert by_rank[0] < by_samples[0] < by_rank[-1], (
 
 # %%
 def frequencies(sampled_from, chunks=40, rows=1024):
-    """Counts of the first token of a round, verified by e3.verify with the declared distribution q."""
+    """Counts of the first token of a round that e3.verify verifies with the declared q."""
 
     @jax.jit
     def emit(keys, p, q, sampled_from):
@@ -636,7 +671,9 @@ def frequencies(sampled_from, chunks=40, rows=1024):
             probs=jnp.broadcast_to(q, (rows, 2, V)),
         )
         dists = jnp.broadcast_to(p, (rows, 2, V))
-        verdict = e3.verify(draft, dists, accept=uniforms[:, :2], choose=uniforms[:, 4:], max_depth=1)
+        verdict = e3.verify(
+            draft, dists, accept=uniforms[:, :2], choose=uniforms[:, 4:], max_depth=1
+        )
         return jnp.where(verdict.num_accepted > 0, x, verdict.next_token)
 
     keys = jax.random.split(jax.random.key(2), (chunks, rows))
@@ -645,7 +682,7 @@ def frequencies(sampled_from, chunks=40, rows=1024):
 
 
 def cells_of(values, expected):
-    """Values of the tokens that are expected ten times or more, and the sum of all others as one cell."""
+    """Values of the tokens that are expected ten times or more, and the sum of all others."""
     frequent = expected >= 10
     return np.append(values[frequent], values[~frequent].sum())
 
@@ -658,14 +695,17 @@ p_values = {}
 for name, counts in samples.items():
     test = stats.chisquare(cells_of(counts, expected), cells_of(expected, expected))
     p_values[name] = test.pvalue
-    print(f"{name:20} {counts.sum()} samples, chi-square {test.statistic:.1f}, p = {test.pvalue:.2g}")
+    print(
+        f"{name:20} {counts.sum()} samples, chi-square {test.statistic:.1f}, p = {test.pvalue:.2g}"
+    )
 
 degrees = cells_of(expected, expected).size - 1
 limit = stats.chi2.isf(1e-6, degrees)
 strength = optimize.brentq(lambda s: stats.ncx2.sf(limit, degrees, s) - 0.9, 1, 1e4)
 visible = sqrt(strength / count)
 print(
-    f"{degrees} degrees of freedom; detected with probability 90 %: relative deviation of {visible:.1%} (rms)"
+    f"{degrees} degrees of freedom; detected with probability 90 %: relative deviation of"
+    f" {visible:.1%} (rms)"
 )
 assert p_values["the rule"] > 1e-6, "the compiled rule has the target's distribution"
 assert p_values["wrong declaration"] < 1e-6, "the same test detects the bug"
@@ -722,15 +762,15 @@ assert abs(dishonest.sum() - 1) < 1e-9 and lost > 0.02
 # %% [markdown]
 # ## Checked claims
 #
-# - Accepted mass and residual mass add up to `p`. The acceptance probability is `Σ min(p, q) = 1 −
-#   TV`.
+# - Accepted mass and residual mass add up to `p`. The acceptance probability is
+#   `Σ min(p, q) = 1 − TV`.
 # - A numpy version and `e3.verify` make the same decisions on the same uniforms. Acceptance
 #   multiplies along a chain.
 # - A greedy draft is the same rule with a one-hot `q`. At temperature 1, sampled drafts are
 #   accepted more often on average.
 # - A text of `K + 2` tokens has the target's distribution, with a total variation distance of
-#   exactly 0. Five mistakes change the distribution. A wrong bonus is invisible before token `K +
-#   1`.
+#   exactly 0. Five mistakes change the distribution. A wrong bonus is invisible before token
+#   `K + 1`.
 # - Any number of siblings is exact if each one is verified under the residual of the one before.
 # - The tokens of the compiled rule follow the target's distribution in 40,960 samples. The test
 #   detects a draft that declares a wrong distribution.

@@ -22,10 +22,11 @@
 # - measure what each part of the head contributes;
 # - recognize common mistakes in a port of a head by their effect on acceptance.
 #
-# The notebook takes about two minutes on two CPU cores, offline. It needs only `pip install -e
-# '.[notebooks]'`. It uses the small pair of the package: a target of 12 layers and its EAGLE-3
-# head. Read [01](01_memory_bound_decoding.ipynb) and [02](02_speculative_sampling.ipynb) first. The
-# method is Li et al., *EAGLE-3* (arXiv 2503.01840). The drawing below shows the whole head.
+# The notebook takes about two minutes on two CPU cores, offline. It needs only
+# `pip install -e '.[notebooks]'`. It uses the small pair of the package: a target of 12 layers and
+# its EAGLE-3 head. Read [01](01_memory_bound_decoding.ipynb) and
+# [02](02_speculative_sampling.ipynb) first. The method is Li et al., *EAGLE-3* (arXiv 2503.01840).
+# The drawing below shows the whole head.
 #
 # **Exercises.** A function with `raise NotImplementedError` is yours to write. The folded cell
 # below it has an answer. The cell after that checks your function. If you leave the function as it
@@ -130,7 +131,9 @@ def rotate(x, positions):  # x: [T heads H]
 
 def attend(z, w, prefix, positions, past=None):  # z: [T D_in]; past: keys and values before it
     rows = len(z)
-    q, k, v = (times(z, w[f"{prefix}.{letter}_proj.weight"].T).reshape(rows, -1, SIZE) for letter in "qkv")
+    q, k, v = (
+        times(z, w[f"{prefix}.{letter}_proj.weight"].T).reshape(rows, -1, SIZE) for letter in "qkv"
+    )
     q = rotate(q, positions)
     k = rotate(k, positions)
     if past is not None:
@@ -173,13 +176,17 @@ entering = []
 for i in range(layers):
     entering.append(x)
     block = f"model.layers.{i}"
-    added, _ = attend(norm(x, tw[f"{block}.input_layernorm.weight"]), tw, f"{block}.self_attn", positions)
+    added, _ = attend(
+        norm(x, tw[f"{block}.input_layernorm.weight"]), tw, f"{block}.self_attn", positions
+    )
     x = x + added
     x = x + mlp(norm(x, tw[f"{block}.post_attention_layernorm.weight"]), tw, f"{block}.mlp")
 final = norm(x, tw["model.norm.weight"])
 
 taps = config.aux_layers
-out = target.model(target.params, tokens[None], positions[None], causal_mask(len(ids)), aux_layers=taps)
+out = target.model(
+    target.params, tokens[None], positions[None], causal_mask(len(ids)), aux_layers=taps
+)
 features = jnp.stack([entering[i] for i in taps], axis=1)  # [T 3 D]
 print(
     f"layers {taps}; relative difference from the library: features"
@@ -205,17 +212,23 @@ size_axes.bar(
     size,
     color=["#d97634" if i in taps else "#c3cad3" for i in range(layers + 1)],
 )
-size_axes.set(xlabel="input of layer (12: final output)", ylabel="root mean square", xticks=range(layers + 1))
+size_axes.set(
+    xlabel="input of layer (12: final output)", ylabel="root mean square", xticks=range(layers + 1)
+)
 size_axes.set_title("Feature magnitude by depth (orange: features)")
 image = similarity_axes.imshow(cosines, cmap="viridis", vmin=0, vmax=1, origin="lower")
-similarity_axes.set(xlabel="input of layer", ylabel="input of layer", xticks=range(0, layers + 1, 2))
+similarity_axes.set(
+    xlabel="input of layer", ylabel="input of layer", xticks=range(0, layers + 1, 2)
+)
 similarity_axes.set_title("Similarity of features")
 similarity_axes.grid(visible=False)
 fig.colorbar(image, ax=similarity_axes, label="mean cosine", shrink=0.85)
 plt.show()
 
 assert size[taps[0]] < size[taps[1]] < size[taps[2]], "the highest feature is the largest"
-assert all(cosines[i, i + 1] > 0.7 for i in range(1, layers)), "neighboring layers have similar features"
+assert all(cosines[i, i + 1] > 0.7 for i in range(1, layers)), (
+    "neighboring layers have similar features"
+)
 
 # %% [markdown]
 # ## Fusion `fc`
@@ -224,12 +237,19 @@ assert all(cosines[i, i + 1] > 0.7 for i in range(1, layers)), "neighboring laye
 # a bias maps it to the width of the head.
 
 # %%
-w = {name: tensor.astype(jnp.float32) for name, tensor in checkpoint.items() if tensor.dtype == jnp.bfloat16}
+w = {
+    name: tensor.astype(jnp.float32)
+    for name, tensor in checkpoint.items()
+    if tensor.dtype == jnp.bfloat16
+}
 fused = times(features.reshape(len(ids), -1), w["fc.weight"].T)
 
 head = bind(Eagle3Head, config, drafter.drafter.precision, drafter.params["head"])
 theirs = head.fuse(out.features)[0]
-print(f"{features.shape} -> {fused.shape}, differs from the library by {difference(fused, theirs):.1e}")
+print(
+    f"{features.shape} -> {fused.shape}, differs from the library by"
+    f" {difference(fused, theirs):.1e}"
+)
 assert difference(fused, theirs) < 1e-5
 
 # %% [markdown]
@@ -310,15 +330,21 @@ def head_input_answer(embedded, stream, w):
 
 # %%
 def check_head_input(head_input):
-    embedded, stream = jax.random.normal(jax.random.key(0), (2, 3, 8)) * jnp.array([1.0, 20.0])[:, None, None]
+    embedded, stream = (
+        jax.random.normal(jax.random.key(0), (2, 3, 8)) * jnp.array([1.0, 20.0])[:, None, None]
+    )
     names = ("midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight")
     small = dict(zip(names, 1 + jax.random.uniform(jax.random.key(1), (2, 8)), strict=True))
     x = head_input(embedded, stream, small)
     assert x.shape == (3, 16), "embedding and feature are concatenated, so the width is 2 D"
     token = nano.rms_norm(embedded, small[names[0]], 1e-5)
     feature = nano.rms_norm(stream, small[names[1]], 1e-5)
-    assert jnp.allclose(x[:, :8], token, atol=1e-4), "the first half is the embedding after its own norm"
-    assert jnp.allclose(x[:, 8:], feature, atol=1e-4), "the second half is the feature after its own norm"
+    assert jnp.allclose(x[:, :8], token, atol=1e-4), (
+        "the first half is the embedding after its own norm"
+    )
+    assert jnp.allclose(x[:, 8:], feature, atol=1e-4), (
+        "the second half is the feature after its own norm"
+    )
 
 
 head_input = checked(head_input, head_input_answer, check_head_input)
@@ -349,7 +375,8 @@ seen = e3.Observation(
 empty = drafter.drafter.init(drafter.params, 1, 128)
 state = drafter.drafter.observe(drafter.params, empty, seen)
 cached = [
-    getattr(state.cache.layers[0], name)[0, :, : len(ids)].transpose(1, 0, 2) for name in ("keys", "values")
+    getattr(state.cache.layers[0], name)[0, :, : len(ids)].transpose(1, 0, 2)
+    for name in ("keys", "values")
 ]
 for name, ours, theirs in (
     ("output at the last pair", output[-1], state.output[0]),
@@ -384,8 +411,12 @@ def to_target_answer(draft_ids, d2t):
 # %%
 def check_to_target(to_target):
     d2t = np.array([0, 0, 5, 5])  # draft ids 0 to 3 are the target's tokens 0, 1, 7 and 8
-    assert to_target(np.array([2]), d2t)[0] == 7, "draft id 2 has the offset 5, so it is target id 7"
-    assert np.array_equal(to_target(np.array([3, 0, 1]), d2t), [8, 0, 1]), "draft ids 3, 0, 1 are 8, 0, 1"
+    assert to_target(np.array([2]), d2t)[0] == 7, (
+        "draft id 2 has the offset 5, so it is target id 7"
+    )
+    assert np.array_equal(to_target(np.array([3, 0, 1]), d2t), [8, 0, 1]), (
+        "draft ids 3, 0, 1 are 8, 0, 1"
+    )
 
 
 to_target = checked(to_target, to_target_answer, check_to_target)
@@ -401,7 +432,10 @@ assert np.all(np.diff(absolute) > 0), "sorted, without repetition"
 best = jax.lax.top_k(draft_logits(output[-1]), 5)[1]
 for draft_id in best.tolist():
     piece = target.tokenizer.decode([absolute[draft_id]])
-    print(f"draft id {draft_id:5} + offset {d2t[draft_id]:5} = target id {absolute[draft_id]:5}  {piece!r}")
+    print(
+        f"draft id {draft_id:5} + offset {d2t[draft_id]:5} = target id {absolute[draft_id]:5} "
+        f" {piece!r}"
+    )
 
 # %% [markdown]
 # ## Draft loop
@@ -479,7 +513,9 @@ def with_cache():
     caches = [known]
 
     def run(token, stream, depth):
-        output, cache = head_step(jnp.array([token]), stream, jnp.array([len(ids) + depth]), caches[-1])
+        output, cache = head_step(
+            jnp.array([token]), stream, jnp.array([len(ids) + depth]), caches[-1]
+        )
         caches.append(cache)
         return output, draft_logits(output[-1])
 
@@ -545,7 +581,9 @@ class Meddled:
 
     def observe(self, params, state, seen):
         features = seen.features[:, :, params["taps"]] * params["keep"][:, None] + params["instead"]
-        last = jnp.take_along_axis(seen.tokens, jnp.maximum(seen.length - 1, 0)[:, None], axis=1)[:, 0]
+        last = jnp.take_along_axis(seen.tokens, jnp.maximum(seen.length - 1, 0)[:, None], axis=1)[
+            :, 0
+        ]
         late = seen.replace(
             tokens=jnp.roll(seen.tokens, 1, axis=1), next_token=last
         )  # every token one pair too late
@@ -572,7 +610,9 @@ intact = {
 
 def run(**changes):
     loaded = e3.LoadedDrafter(Meddled(chain), intact | changes)
-    return e3.SpeculativeDecoder(target, loaded, stop_tokens=()).generate(prompts, max_new_tokens=NEW)
+    return e3.SpeculativeDecoder(target, loaded, stop_tokens=()).generate(
+        prompts, max_new_tokens=NEW
+    )
 
 
 plain = e3.SpeculativeDecoder(target, Plain(num_nodes=K + 1), stop_tokens=()).generate(
@@ -581,7 +621,10 @@ plain = e3.SpeculativeDecoder(target, Plain(num_nodes=K + 1), stop_tokens=()).ge
 unchanged = run()
 direct = e3.SpeculativeDecoder(target, drafter, num_speculative_tokens=K, stop_tokens=())
 assert unchanged.tokens == plain.tokens, "the text of plain decoding"
-print(f"{len(prompts)} prompts, {NEW} new tokens each: τ = {unchanged.stats.mean_acceptance_length:.2f}")
+print(
+    f"{len(prompts)} prompts, {NEW} new tokens each: τ ="
+    f" {unchanged.stats.mean_acceptance_length:.2f}"
+)
 
 # %% [markdown]
 # - `mean` replaces a feature by its mean over other text, so the input of `fc` keeps its usual
@@ -593,7 +636,9 @@ print(f"{len(prompts)} prompts, {NEW} new tokens each: τ = {unchanged.stats.mea
 # %%
 other_ids = jnp.array([target.tokenizer.encode(row["prompt"]).ids[:64] for row in rows[1::8]][:4])
 other_positions = jnp.broadcast_to(jnp.arange(64), other_ids.shape)
-streams = target.model(target.params, other_ids, other_positions, causal_mask(64), aux_layers=taps).features
+streams = target.model(
+    target.params, other_ids, other_positions, causal_mask(64), aux_layers=taps
+).features
 mean = streams.mean((0, 1))  # [3 D]
 
 
@@ -620,11 +665,15 @@ assert all(result.tokens == plain.tokens for result in results.values()), (
 )
 ceiling = tau["unchanged"]
 others = min(tau["low feature: mean"], tau["middle feature: mean"])
-assert all(length < ceiling for name, length in tau.items() if name != "unchanged"), "every part is used"
+assert all(length < ceiling for name, length in tau.items() if name != "unchanged"), (
+    "every part is used"
+)
 assert tau["high feature: mean"] < others, "the high feature contributes most"
 assert tau["high feature only"] < others, "one feature does not replace three"
 assert tau["no feature"] - 1 < 0.2 * (ceiling - 1), "without features the head is nearly useless"
-assert tau["no embedding"] - 1 < 0.3 * (ceiling - 1), "without the chosen token it is nearly useless, too"
+assert tau["no embedding"] - 1 < 0.3 * (ceiling - 1), (
+    "without the chosen token it is nearly useless, too"
+)
 assert tau["random head"] < 1.05
 
 # %% tags=["hide-input"]
@@ -667,14 +716,18 @@ for index, row in enumerate(plain.rows):
         True  # entry t predicts x_{t+2}, a token that the target generated
     )
 real = np.arange(longest) < np.array(starts)[:, None] + NEW
-batch = TTTBatch(tokens=jnp.array(texts), attention_mask=jnp.array(real), loss_mask=jnp.array(learn))
+batch = TTTBatch(
+    tokens=jnp.array(texts), attention_mask=jnp.array(real), loss_mask=jnp.array(learn)
+)
 frozen = {
     "target_params": target.params,
     "embedding": drafter.params["embedding"],
     "draft_to_target": drafter.params["draft_to_target"],
 }
 ttt = TTTConfig(num_steps=K, denominator="supervised")
-objective = jax.jit(lambda head_params: ttt_loss(chain, target.model, head_params, frozen, batch, ttt)[1])
+objective = jax.jit(
+    lambda head_params: ttt_loss(chain, target.model, head_params, frozen, batch, ttt)[1]
+)
 metrics = {name: float(value) for name, value in objective(drafter.params["head"]).items()}
 hits = [metrics[f"accuracy_{depth}"] for depth in range(K)]
 conditional = stats.conditional_acceptance_rate
@@ -690,7 +743,9 @@ ax.plot(
     color=SERIES[1],
     label="own output, real rounds (conditional acceptance rate)",
 )
-ax.set(ylim=(0, 1), xticks=depths, xlabel="depth of the draft token", ylabel="share of correct tokens")
+ax.set(
+    ylim=(0, 1), xticks=depths, xlabel="depth of the draft token", ylabel="share of correct tokens"
+)
 ax.set_title("Correct draft tokens by depth")
 ax.legend(loc="lower left")
 plt.show()
@@ -761,14 +816,18 @@ mistakes = {
     "features one layer early": {"taps": jnp.array(taps) - 1},
     "features one layer late": {"taps": jnp.array(taps) + 1},
     "features in reverse order": {"taps": jnp.array(taps[::-1])},
-    "norms exchanged": {"drafter": drafter.params | {"head": drafter.params["head"] | {"first": exchanged}}},
+    "norms exchanged": {
+        "drafter": drafter.params | {"head": drafter.params["head"] | {"first": exchanged}}
+    },
     "tokens not shifted": {"unshifted": jnp.array(True)},
 }
 broken = {name: run(**changes) for name, changes in mistakes.items()}
 normed = dataclasses.replace(chain, config=dataclasses.replace(config, norm_output=True))
 decoder = e3.SpeculativeDecoder(target, e3.LoadedDrafter(normed, drafter.params), stop_tokens=())
 broken["normed output fed back"] = decoder.generate(prompts, max_new_tokens=NEW)
-assert all(result.tokens == plain.tokens for result in broken.values()), "no mistake changes the text"
+assert all(result.tokens == plain.tokens for result in broken.values()), (
+    "no mistake changes the text"
+)
 
 table = np.array([result.stats.conditional_acceptance_rate for result in broken.values()])
 worth = {name: result.stats.mean_acceptance_length for name, result in broken.items()}

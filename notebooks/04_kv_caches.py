@@ -21,9 +21,10 @@
 # - show that a rejected draft changes no later result, bit for bit;
 # - check that caches are updated in place and that a program compiles once.
 #
-# The notebook takes about two minutes on two CPU cores, offline. It needs only `pip install -e
-# '.[notebooks]'`. It uses the small pair of the package. Read [01](01_memory_bound_decoding.ipynb),
-# [02](02_speculative_sampling.ipynb) and [03](03_eagle3_head.ipynb) first.
+# The notebook takes about two minutes on two CPU cores, offline. It needs only
+# `pip install -e '.[notebooks]'`. It uses the small pair of the package. Read
+# [01](01_memory_bound_decoding.ipynb), [02](02_speculative_sampling.ipynb) and
+# [03](03_eagle3_head.ipynb) first.
 #
 # **Exercises.** A function with `raise NotImplementedError` is yours to write. The folded cell
 # below it has an answer. The cell after that checks your function. If you leave the function as it
@@ -66,7 +67,8 @@ decoder = e3.SpeculativeDecoder(target, drafter, num_speculative_tokens=K, stop_
 rows = [json.loads(line) for line in bundled("prompts.jsonl").read_text().splitlines()]
 sizes = (14, 18, 16, 22)
 prompts = [
-    target.tokenizer.encode(row["prompt"]).ids[:size] for row, size in zip(rows[::9], sizes, strict=False)
+    target.tokenizer.encode(row["prompt"]).ids[:size]
+    for row, size in zip(rows[::9], sizes, strict=False)
 ]
 state = decoder.prefill(prompts, max_new_tokens=40)
 
@@ -82,7 +84,9 @@ state = decoder.prefill(prompts, max_new_tokens=40)
 def buffers(cache):
     layer = cache.layers[0]
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(cache.layers))
-    return f"{len(cache.layers):2} layers of keys and values {layer.keys.shape}, {size / 1e6:.2f} MB"
+    return (
+        f"{len(cache.layers):2} layers of keys and values {layer.keys.shape}, {size / 1e6:.2f} MB"
+    )
 
 
 B, C, S, H = state.cache.layers[0].keys.shape
@@ -143,7 +147,9 @@ best = jnp.argmax(target.model.unembed(target.params, out.final), axis=-1)
 verdict = e3.verify_greedy(draft, best, max_depth=K)
 count = verdict.num_accepted + 1  # accepted tokens and the root
 after = state.cache.commit(out.written, count)
-seen = e3.Observation(tokens=draft.tokens, features=out.features, length=count, next_token=verdict.next_token)
+seen = e3.Observation(
+    tokens=draft.tokens, features=out.features, length=count, next_token=verdict.next_token
+)
 observed = loop.drafter.observe(params.drafter, draft.state, seen)
 
 
@@ -171,8 +177,12 @@ fig, axes = plt.subplots(2, 1, figsize=(7.6, 4.2), sharex=True)
 for ax, layers, title in zip(
     axes, (head_layers, target_layers), ("Head's cache", "Target's cache"), strict=True
 ):
-    shown = np.stack([status(layer, n, end, row) for layer, end in zip(layers, lengths, strict=True)])
-    slot_map(shown[:, low : low + 14], ax=ax, first=low, rows=names, title=title, legend=ax is axes[0])
+    shown = np.stack(
+        [status(layer, n, end, row) for layer, end in zip(layers, lengths, strict=True)]
+    )
+    slot_map(
+        shown[:, low : low + 14], ax=ax, first=low, rows=names, title=title, legend=ax is axes[0]
+    )
 axes[0].set_xlabel("")
 plt.show()
 
@@ -220,7 +230,9 @@ def check_cache_mask(cache_mask):
         assert mask.shape == (size, 12), "a row for each token of the block, a column for each slot"
         assert mask[:, :length].all(), "every token attends to all committed slots"
         assert not mask[:, length + size :].any(), "no token attends to a slot after the block"
-        assert np.array_equal(mask[:, length : length + size], block), "in the block, `block` decides"
+        assert np.array_equal(mask[:, length : length + size], block), (
+            "in the block, `block` decides"
+        )
         theirs = nano.cache_mask(length, jnp.array(block), 12)
         assert np.array_equal(mask, theirs), "cache_mask of nano_eagle3.py is another mask"
 
@@ -243,7 +255,9 @@ while np.any(state.running) and len(lengths) < 12:
     for history, cache in zip(histories, (state.drafter.cache, state.cache), strict=True):
         history.append(status(cache.layers[0], before, cache.length, row))
 
-assert np.array_equal(histories[0], histories[1]), "both caches have the same slots in the same states"
+assert np.array_equal(histories[0], histories[1]), (
+    "both caches have the same slots in the same states"
+)
 grown = np.diff(np.stack([start + 1, *lengths]), axis=0)
 assert all(len(set(steps)) > 1 for steps in grown), "every row advances at its own pace"
 
@@ -286,7 +300,9 @@ def known(cache):
 
 
 def same_bits(first_cache, second_cache):
-    return all(np.array_equal(a, b) for a, b in zip(known(first_cache), known(second_cache), strict=True))
+    return all(
+        np.array_equal(a, b) for a, b in zip(known(first_cache), known(second_cache), strict=True)
+    )
 
 
 clean = finished(decoder, prompts, max_new_tokens=40)
@@ -371,7 +387,9 @@ def check_commit(commit):
         assert new_length == length + len(path), "the root and the accepted nodes are committed"
         assert slots[:length] == list(range(length)), "committed slots do not change"
         expected = [length + node for node in path]
-        assert slots[length:] == expected, f"path {path}, length {length}: slots {expected} move to the front"
+        assert slots[length:] == expected, (
+            f"path {path}, length {length}: slots {expected} move to the front"
+        )
 
 
 commit = checked(commit, commit_answer, check_commit)
@@ -409,9 +427,9 @@ for written, layer in zip(out.written, committed.layers, strict=True):
     assert np.array_equal(keys[:new_length], library[:new_length]), (
         "your commit and the library's, bit for bit"
     )
-    assert np.array_equal(library[n:new_length], np.asarray(written.keys)[row, :, n + np.array(path)]), (
-        "the bits do not change"
-    )
+    assert np.array_equal(
+        library[n:new_length], np.asarray(written.keys)[row, :, n + np.array(path)]
+    ), "the bits do not change"
 level = np.asarray(depths(mask))[row]
 places = np.asarray(played.positions)[row]
 assert np.array_equal(places, n + level), "position = length + depth"
@@ -441,10 +459,14 @@ moved(path, TREE.num_nodes, first=n, title="Commit of the accepted path (green);
 # %%
 state = decoder.prefill(prompts, max_new_tokens=40)
 state = decoder.step(state).state
-old = [leaf for cache in (state.cache, state.drafter.cache) for leaf in jax.tree.leaves(cache.layers)]
+old = [
+    leaf for cache in (state.cache, state.drafter.cache) for leaf in jax.tree.leaves(cache.layers)
+]
 where = [leaf.unsafe_buffer_pointer() for leaf in old]
 state = decoder.step(state).state
-new = [leaf for cache in (state.cache, state.drafter.cache) for leaf in jax.tree.leaves(cache.layers)]
+new = [
+    leaf for cache in (state.cache, state.drafter.cache) for leaf in jax.tree.leaves(cache.layers)
+]
 assert [leaf.unsafe_buffer_pointer() for leaf in new] == where, "the same memory"
 assert all(leaf.is_deleted() for leaf in old), "the input array is deleted"
 
@@ -454,7 +476,10 @@ jaxtyping.config.update("jaxtyping_disable", False)
 size = sum(leaf.nbytes for leaf in new)
 alias = compiled.alias_size_in_bytes
 scratch = compiled.temp_size_in_bytes
-print(f"caches {size / 1e6:.2f} MB, updated in place {alias / 1e6:.2f} MB, scratch {scratch / 1e6:.2f} MB")
+print(
+    f"caches {size / 1e6:.2f} MB, updated in place {alias / 1e6:.2f} MB, scratch"
+    f" {scratch / 1e6:.2f} MB"
+)
 assert compiled.alias_size_in_bytes >= size
 
 clocks = []
@@ -488,14 +513,16 @@ shipped = (target.model.config, drafter.drafter.config, "float32")
 models = {name: KNOWN_MODELS[name] for name in ("Llama-3.1-8B", "Llama-3.3-70B")}
 named = {name: (model, usual_head(model), "bfloat16") for name, model in models.items()}
 print(
-    f"{'':16}{'cache':>10}{'target, bytes':>16}{'head, bytes':>14}{'head/target':>13}{'head, 8 x 8192 tokens':>24}"
+    f"{'':16}{'cache':>10}{'target, bytes':>16}{'head, bytes':>14}{'head/target':>13}"
+    f"{'head, 8 x 8192 tokens':>24}"
 )
 for name, (big, small, kind) in ({"shipped pair": shipped} | named).items():
     plan = Deployment(target=big, head=small, accelerator=accelerator_named("H200"), cache=kind)
     ours = plan.cache_bytes_per_token(big)
     extra = plan.cache_bytes_per_token(small)
     print(
-        f"{name:16}{kind:>10}{ours:>16,.0f}{extra:>14,.0f}{extra / ours:>13.1%}{extra * 8 * 8192 / 1e6:>21,.0f} MB"
+        f"{name:16}{kind:>10}{ours:>16,.0f}{extra:>14,.0f}{extra / ours:>13.1%}"
+        f"{extra * 8 * 8192 / 1e6:>21,.0f} MB"
     )
     assert extra * big.num_layers == ours, "one layer of the target's shape"
     assert extra > 0
@@ -533,16 +560,22 @@ jax.clear_caches()
 
 def parted(tokens):
     """For every text, the index of the first token that differs from plain decoding."""
-    pairs = [list(zip(ours, theirs, strict=True)) for ours, theirs in zip(tokens, plain.tokens, strict=True)]
+    pairs = [
+        list(zip(ours, theirs, strict=True))
+        for ours, theirs in zip(tokens, plain.tokens, strict=True)
+    ]
     return [next((index for index, (a, b) in enumerate(text) if a != b), None) for text in pairs]
 
 
 print("first wrong token, with commit of the path:", parted(tree_text.tokens))
 print("first wrong token, rolled back by length:  ", parted(by_length.tokens))
-print(f"τ {tree_text.stats.mean_acceptance_length:.2f} and {by_length.stats.mean_acceptance_length:.2f}")
-assert parted(by_length.tokens).count(None) <= len(long) // 2 < parted(tree_text.tokens).count(None), (
-    "the bug changes the text"
+print(
+    f"τ {tree_text.stats.mean_acceptance_length:.2f} and"
+    f" {by_length.stats.mean_acceptance_length:.2f}"
 )
+assert (
+    parted(by_length.tokens).count(None) <= len(long) // 2 < parted(tree_text.tokens).count(None)
+), "the bug changes the text"
 
 # %% [markdown]
 # **Skipping `observe` for accepted tokens.** The drafter below gives the head the feature of the
@@ -560,7 +593,10 @@ class StaleFeatures(Eagle3Drafter):
 
 def decoder_with(drafter_class):
     """The same head in another drafter."""
-    fields = {field.name: getattr(drafter.drafter, field.name) for field in dataclasses.fields(Eagle3Drafter)}
+    fields = {
+        field.name: getattr(drafter.drafter, field.name)
+        for field in dataclasses.fields(Eagle3Drafter)
+    }
     loaded = e3.LoadedDrafter(drafter_class(**fields), drafter.params)
     return e3.SpeculativeDecoder(target, loaded, num_speculative_tokens=K, stop_tokens=())
 
@@ -605,7 +641,8 @@ for name, finished_state in (("observed again", clean), ("draft entries", kept_s
     taus.append(e3.SpeculationStats.merge([finished_state.stats]).mean_acceptance_length)
     gaps.append(apart(finished_state.drafter.cache, fresh.drafter.cache))
     print(
-        f"{name:15} τ {taus[-1]:.2f}; relative difference of the head's cache from a fresh one {gaps[-1]:.1e}"
+        f"{name:15} τ {taus[-1]:.2f}; relative difference of the head's cache from a fresh one"
+        f" {gaps[-1]:.1e}"
     )
 assert np.array_equal(kept_state.tokens, clean.tokens)
 assert abs(taus[1] - taus[0]) < 0.5 and gaps[1] > 0.01 > 100 * gaps[0], (

@@ -23,9 +23,9 @@
 # - compare the gain of a larger tree (τ) with its cost (v);
 # - write the loop that joins all parts, and compare it with a decoder in one file.
 #
-# The notebook takes two to three minutes on two CPU cores. It needs only `pip install -e
-# '.[notebooks]'`. It uses the small pair of the package, and for one picture the chat model, which
-# is downloaded once (93 MB). Read [01](01_memory_bound_decoding.ipynb),
+# The notebook takes two to three minutes on two CPU cores. It needs only
+# `pip install -e '.[notebooks]'`. It uses the small pair of the package, and for one picture the
+# chat model, which is downloaded once (93 MB). Read [01](01_memory_bound_decoding.ipynb),
 # [02](02_speculative_sampling.ipynb) and [03](03_eagle3_head.ipynb) first.
 #
 # **Exercises.** A function with `raise NotImplementedError` is yours to write. The folded cell
@@ -72,7 +72,8 @@ texts = benchmark.shipped()
 prompt = tokenizer.encode(texts[34]).ids[-64:]
 print(tokenizer.decode(prompt))
 print(
-    f"{len(prompt)} tokens; target vocabulary {target.vocab_size}, draft vocabulary {config.draft_vocab_size}"
+    f"{len(prompt)} tokens; target vocabulary {target.vocab_size}, draft vocabulary"
+    f" {config.draft_vocab_size}"
 )
 
 # %% [markdown]
@@ -139,7 +140,7 @@ print(f"{len(rounds)} rounds for {NEW} tokens; tokens per round: {lengths}")
 
 # %%
 def keep_best(scores, parents, count):
-    """Returns the kept pool indices in ascending order, and the parents of the kept nodes in the draft.
+    """Returns the pool indices of the kept nodes in ascending order, and their new parents.
 
     Args:
         scores: Scores of the pool, `[P]`.
@@ -192,13 +193,15 @@ POSITIONS = jnp.arange(SIZE, dtype=jnp.int32)[None]
 @jax.jit
 def fused_features(tokens):
     """The target's features after `fc` at every position, [1 S D]."""
-    out = target.model(target.params, tokens, POSITIONS, causal_mask(SIZE), aux_layers=config.aux_layers)
+    out = target.model(
+        target.params, tokens, POSITIONS, causal_mask(SIZE), aux_layers=config.aux_layers
+    )
     return bind(Eagle3Head, config, head.drafter.precision, head.params["head"]).fuse(out.features)
 
 
 @jax.jit
 def run_head(tokens, stream, last):
-    """Log-probabilities [R W] and outputs [R D] after column `last` of tokens [R S] and their features."""
+    """Log-probabilities [R W] and outputs [R D] after column `last` of tokens [R S]."""
     network = bind(Eagle3Head, config, head.drafter.precision, head.params["head"])
     embedded = embed(head.params["embedding"], tokens, head.drafter.precision)
     positions = jnp.broadcast_to(POSITIONS, tokens.shape)
@@ -228,7 +231,7 @@ to_target = np.asarray(head.params["draft_to_target"])
 
 
 def dynamic_tree(known, topology):
-    """Tokens, parents, scores and conditional probabilities of a dynamic tree, and the scores of the whole pool."""
+    """Tokens, parents, scores and probabilities of a dynamic tree, and the scores of the pool."""
     n, tokens, stream = after_root(known)
     logq, outputs = (np.array(x) for x in run_head(tokens, stream, n - 1))
     first = best(logq[0], topology.top_k)
@@ -253,7 +256,9 @@ def dynamic_tree(known, topology):
         frontier = start + best(np.array([entry[0] for entry in pool[start:]]), topology.top_k)
         rows = (frontier - start) // topology.top_k
     scores = np.array([entry[0] for entry in pool])
-    chosen, parents = keep_best(scores, np.array([entry[2] for entry in pool]), topology.num_nodes - 1)
+    chosen, parents = keep_best(
+        scores, np.array([entry[2] for entry in pool]), topology.num_nodes - 1
+    )
     return {
         "tokens": np.array([known[-1], *(pool[entry][1] for entry in chosen)]),
         "parents": np.array([-1, *parents]),
@@ -267,7 +272,9 @@ by_hand = [dynamic_tree(round_["known"], TREE) for round_ in rounds]
 for built, theirs in zip(by_hand, rounds, strict=True):
     assert (built["tokens"] == theirs["tokens"]).all(), "tokens differ"
     assert (built["parents"] == theirs["parents"]).all(), "parents differ"
-closest = min(built["pool"][TREE.num_nodes - 2] - built["pool"][TREE.num_nodes - 1] for built in by_hand)
+closest = min(
+    built["pool"][TREE.num_nodes - 2] - built["pool"][TREE.num_nodes - 1] for built in by_hand
+)
 assert closest > 1e-4, "the choice of the last node does not depend on rounding"
 print(f"{len(rounds)} trees of {TREE.num_nodes} nodes: tokens and parents are equal")
 print(
@@ -296,7 +303,7 @@ for built in by_hand:
 
 # %%
 def ancestors(parents):
-    """Returns which nodes each node attends to, `[N, N]` of booleans. `parents` is `[N]`, with −1 at the root."""
+    """Returns which nodes each node attends to, `[N, N]`. `parents` is `[N]`, −1 at the root."""
     raise NotImplementedError  # your code here
 
 
@@ -457,7 +464,7 @@ def shown(round_, built, number):
     return {
         "tokens": [tokenizer.decode([int(token)]) for token in [*round_["tokens"], round_["next"]]],
         "parents": [*round_["parents"].tolist(), end],
-        "status": [*round_["status"], kind],
+        "kinds": [*round_["status"], kind],
         "p": [None, *round_["p"][1:].tolist(), float(round_["probs"][end, round_["next"]])],
         "q": [None, *built["q"][1:].tolist(), None],
         "score": [None, *built["score"][1:].tolist(), None],
@@ -478,7 +485,7 @@ counts = {
 }
 print(", ".join(f"{kind} {count}" for kind, count in counts.items()))
 assert counts[style.UNVISITED] > sum(counts.values()) / 2, "most nodes are never visited"
-trees.interactive_rounds(pictures)
+Moving("rounds", {"title": "Recorded rounds with a draft tree", "rounds": pictures})
 
 # %% [markdown]
 # Most nodes are never visited. The drafter does not know the branch that the target will take.
@@ -499,7 +506,9 @@ while bool(state.running[0]):
     text = np.asarray(state.tokens[0, : int(state.length[0]) - 1])
     latest = chat_decoder.step(state)
     state = latest.state
-    played.append((text, np.asarray(latest.draft.tokens[0]), np.asarray(latest.draft.parents[0]), latest))
+    played.append(
+        (text, np.asarray(latest.draft.tokens[0]), np.asarray(latest.draft.parents[0]), latest)
+    )
 text, nodes, parents, latest = max(played, key=lambda entry: int(entry[-1].verdict.num_accepted[0]))
 
 
@@ -510,7 +519,9 @@ def choices_after(model, text, nodes, parents):
     mask[count:, count:] = ancestors(parents)
     positions = np.concatenate([np.arange(count), count + ancestors(parents).sum(axis=1) - 1])
     tokens = np.concatenate([text, nodes]).astype(np.int32)
-    final = model.model(model.params, tokens[None], positions[None].astype(np.int32), mask[None]).final
+    final = model.model(
+        model.params, tokens[None], positions[None].astype(np.int32), mask[None]
+    ).final
     return np.asarray(jnp.argmax(model.model.unembed(model.params, final[0, count:]), axis=-1))
 
 
@@ -518,10 +529,16 @@ chat_choice = choices_after(chat_target, text, nodes, parents)
 chat_path = accepted_path(nodes, parents, chat_choice)
 print("the text so far:", repr(chat_target.tokenizer.decode(text[len(chat_prompts[0]) :])))
 print(f"{len(chat_path)} draft tokens are accepted")
-assert chat_path == [int(node) for node in latest.verdict.path[0] if node >= 0], "your path and the library's"
+assert chat_path == [int(node) for node in latest.verdict.path[0] if node >= 0], (
+    "your path and the library's"
+)
+
 
 # %% tags=["hide-input"]
-texts_of = lambda ids: [chat_target.tokenizer.decode([int(token)]) for token in ids]
+def texts_of(ids):
+    return [chat_target.tokenizer.decode([int(token)]) for token in ids]
+
+
 Moving(
     "draft_tree",
     {
@@ -534,7 +551,8 @@ Moving(
         "title": "One round with a draft tree",
     },
 )
-#
+
+# %% [markdown]
 # ## Static and dynamic trees: τ by number of nodes
 #
 # Before EAGLE-2, trees were *static*: every round used the same shape, given as paths of child
@@ -549,12 +567,16 @@ LIMIT = 40
 
 def run(**draft):
     """Greedy texts and τ of a kind of draft."""
-    result = e3.SpeculativeDecoder(target, head, stop_tokens=(), **draft).generate(few, max_new_tokens=LIMIT)
+    result = e3.SpeculativeDecoder(target, head, stop_tokens=(), **draft).generate(
+        few, max_new_tokens=LIMIT
+    )
     return result.tokens, result.stats
 
 
 wide_then_thin = [(rank,) for rank in range(4)]
-wide_then_thin += [(rank, child) for rank, children in enumerate((3, 2, 1, 1)) for child in range(children)]
+wide_then_thin += [
+    (rank, child) for rank, children in enumerate((3, 2, 1, 1)) for child in range(children)
+]
 wide_then_thin += [(0, 0, 0), (0, 0, 1), (1, 0, 0), (0, 0, 0, 0)]
 STATIC = e3.StaticTree(tuple(wide_then_thin))
 drafts = {
@@ -594,13 +616,23 @@ tau = {key: stats.mean_acceptance_length for key, stats in measured.items()}
 plt.show()
 
 # %%
-assert tau["dynamic tree", 60] > tau["chain", 8], "the large tree has a higher τ than the long chain"
+assert tau["dynamic tree", 60] > tau["chain", 8], (
+    "the large tree has a higher τ than the long chain"
+)
 same_size = tau["dynamic tree", STATIC.num_nodes] / tau["static tree", STATIC.num_nodes]
 assert same_size > 0.97, "a dynamic tree is no worse than a static one"
 assert tau["chain", 2] < tau["chain", 4] < tau["chain", 8], "a longer chain has a higher τ"
-gain = lambda name, few, many: (tau[name, many] - tau[name, few]) / (many - few)  # per node
+
+
+def gain(name, few, many):
+    """Gain of τ per node, between two numbers of nodes."""
+    return (tau[name, many] - tau[name, few]) / (many - few)
+
+
 late = (gain("chain", 4, 8), gain("dynamic tree", STATIC.num_nodes, 60))
-assert max(late) < gain("chain", 2, 4) / 2, "later nodes gain less than half as much as earlier ones"
+assert max(late) < gain("chain", 2, 4) / 2, (
+    "later nodes gain less than half as much as earlier ones"
+)
 first = {key: stats.acceptance_per_position[0] for key, stats in measured.items()}
 assert first["dynamic tree", 60] > first["chain", 8] > 0.5, "the tree gains at the first level"
 
@@ -615,7 +647,9 @@ assert first["dynamic tree", 60] > first["chain", 8] > 0.5, "the tree gains at t
 # measured on this machine. The others are the roofline bound of Llama-3.1-8B on an H200.
 
 # %%
-h200 = Deployment(target=KNOWN_MODELS["Llama-3.1-8B"], head=None, accelerator=accelerator_named("H200"))
+h200 = Deployment(
+    target=KNOWN_MODELS["Llama-3.1-8B"], head=None, accelerator=accelerator_named("H200")
+)
 sizes = (1, 16, 60)
 
 
@@ -684,7 +718,10 @@ for ids, row, traced in zip(few, hot.result.tokens, hot.prompts, strict=True):
     for found_round in traced["rounds"]:
         children = [node for node, parent in enumerate(found_round["parents"]) if parent == 0]
         expected.append(
-            [float(probs[found_round["positions"][0], found_round["tokens"][node]]) for node in children]
+            [
+                float(probs[found_round["positions"][0], found_round["tokens"][node]])
+                for node in children
+            ]
         )
         taken = found_round["path"][:1]
         ranks.append(children.index(taken[0]) if taken else None)
@@ -699,7 +736,9 @@ print(
 )
 print(f"the first sibling only, as in a chain: Σ p = {first_only:.1f}")
 assert abs(deviation) < 4, "the number of accepted children agrees with Σ p"
-assert sums.sum() > 1.5 * first_only, "siblings are accepted much more often than the first one alone"
+assert sums.sum() > 1.5 * first_only, (
+    "siblings are accepted much more often than the first one alone"
+)
 
 # %% [markdown]
 # ## All parts together: the loop
@@ -743,7 +782,7 @@ def generate_answer(pair, prompt, max_new_tokens):
 
 # %% tags=["hide-input"]
 class ScriptedPair:
-    """A pair for the check: the target counts 3, 4, 5, …, and the draft is right for two tokens, one or none."""
+    """A pair for the check: the target counts 3, 4, 5, …; 2, 1 or 0 draft tokens are right."""
 
     def __init__(self):
         self.committed = 0  # the number of tokens in the target's cache
@@ -779,7 +818,9 @@ class ScriptedPair:
     def commit(self, nodes):
         self.expect("commit", ["verify"])
         expected = ([0, 2, 3], [0, 2], [0])[(self.rounds - 1) % 3]
-        assert [int(node) for node in nodes] == expected, f"the root and the accepted nodes are {expected}"
+        assert [int(node) for node in nodes] == expected, (
+            f"the root and the accepted nodes are {expected}"
+        )
         self.committed += len(nodes)
 
     def observe(self, added):
@@ -798,7 +839,9 @@ def check_generate(generate):
         pair = ScriptedPair()
         new, rounds = generate(pair, [1, 2], max_new_tokens)
         assert len(new) == max_new_tokens, f"{max_new_tokens} new tokens"
-        assert list(new) == list(range(3, 3 + max_new_tokens)), "the text is that of the target alone"
+        assert list(new) == list(range(3, 3 + max_new_tokens)), (
+            "the text is that of the target alone"
+        )
         assert rounds == pair.rounds, "the number of rounds"
         expected = {1: 0, 2: 1, 9: 4, 10: 4}[max_new_tokens]
         assert rounds == expected, f"{expected} rounds are enough for {max_new_tokens} tokens"
@@ -857,12 +900,16 @@ class Pair:
 
         def run(tokens, output, depth, mask):
             positions = jnp.full(tokens.shape, self.length + depth)
-            output, logits, cache = self.run_head(tokens, output, positions, caches[-1], self.length, mask)
+            output, logits, cache = self.run_head(
+                tokens, output, positions, caches[-1], self.length, mask
+            )
             caches.append(cache)
             return output, logits
 
         logits = nano.head_logits(self.head, self.config, self.output)
-        draft = nano.draft_tree(run, self.output, logits, self.shape, self.ids, jnp.array(self.root))
+        draft = nano.draft_tree(
+            run, self.output, logits, self.shape, self.ids, jnp.array(self.root)
+        )
         return np.asarray(draft.tokens), np.asarray(draft.parents)
 
     def verify(self, tokens, parents, mask):
@@ -904,8 +951,12 @@ print(tokenizer.decode(new))
 options = {"config": pair.config, "shape": SHAPE, "max_new_tokens": NEW}
 final = nano.generate(pair.w, pair.head, jnp.array(prompt), 0, **options)
 in_one_file = np.asarray(final.text)[len(prompt) : int(final.length)].tolist()
-print(f"{len(new)} tokens in {count} rounds; nano_eagle3: {len(in_one_file)} in {int(final.rounds)}")
-assert new == in_one_file == plain, "your loop, nano_eagle3 and plain decoding generate the same text"
+print(
+    f"{len(new)} tokens in {count} rounds; nano_eagle3: {len(in_one_file)} in {int(final.rounds)}"
+)
+assert new == in_one_file == plain, (
+    "your loop, nano_eagle3 and plain decoding generate the same text"
+)
 assert count == int(final.rounds), "your loop needs as many rounds as nano_eagle3"
 
 # %% [markdown]
@@ -951,7 +1002,9 @@ cases = (
 print(f"{'bug':20} {'draft':8} {'τ':>5}   texts equal to the target's")
 for name, bug, kind, shape in cases:
     broken = dataclasses.replace(target, model=Mistaken(target.model, **bug))
-    result = e3.SpeculativeDecoder(broken, head, stop_tokens=(), **shape).generate(few, max_new_tokens=LIMIT)
+    result = e3.SpeculativeDecoder(broken, head, stop_tokens=(), **shape).generate(
+        few, max_new_tokens=LIMIT
+    )
     same = sum(ours == truth for ours, truth in zip(result.tokens, written, strict=True))
     print(f"{name:20} {kind:8} {result.stats.mean_acceptance_length:5.2f}   {same} of {len(few)}")
     if kind == "tree":
@@ -973,9 +1026,9 @@ for name, bug, kind, shape in cases:
 # <details><summary>Answer</summary>
 #
 # The first level scores `k` nodes, each further level `k²`: `10 + 7·100 = 710`
-# (`TREE.num_candidates`). The head runs on the `k` best nodes of each level except the last: `10·7
-# = 70` (`TREE.num_expanded`), in 7 forward passes after that of the root. The number of forward
-# passes determines the time.
+# (`TREE.num_candidates`). The head runs on the `k` best nodes of each level except the last:
+# `10·7 = 70` (`TREE.num_expanded`), in 7 forward passes after that of the root. The number of
+# forward passes determines the time.
 #
 # </details>
 #
@@ -1018,7 +1071,9 @@ tokens, stats = run(tree=as_tree)
 assert tokens == written
 assert stats.acceptance_per_position == measured["chain", 4].acceptance_per_position
 
-costs = [round_bound(h200, batch=b, context=1024, num_draft_tokens=59).verify_cost for b in range(1, 65)]
+costs = [
+    round_bound(h200, batch=b, context=1024, num_draft_tokens=59).verify_cost for b in range(1, 65)
+]
 stop = next(b for b, cost in enumerate(costs, start=1) if cost > tau["dynamic tree", 60])
 print(f"4. from batch {stop} on, a tree of 60 nodes cannot pay off")
 assert 8 < stop < 64

@@ -23,9 +23,9 @@
 # - name the test that catches a given bug, and the tests that miss it;
 # - explain why no output shows a broken head.
 #
-# The notebook takes about three minutes on two CPU cores, offline. It needs only `pip install -e
-# '.[notebooks]'` in a checkout, whose tests it uses. Read [01](01_memory_bound_decoding.ipynb) and
-# [02](02_speculative_sampling.ipynb) first.
+# The notebook takes about three minutes on two CPU cores, offline. It needs only
+# `pip install -e '.[notebooks]'` in a checkout, whose tests it uses. Read
+# [01](01_memory_bound_decoding.ipynb) and [02](02_speculative_sampling.ipynb) first.
 #
 # **Exercises.** A function with `raise NotImplementedError` is yours to write. The folded cell
 # below it has an answer. The cell after that checks your function. If you leave the function as it
@@ -142,7 +142,7 @@ def last_state(decoder, prompts, **options):
 
 
 def differing(first_cache, second_cache, rows):
-    """Counts the numbers in committed slots of two target caches: those that differ, and all compared."""
+    """Counts the numbers in committed slots of two target caches: those that differ, and all."""
     compared = different = 0
     for leaf, theirs in zip(
         jax.tree.leaves(first_cache.layers), jax.tree.leaves(second_cache.layers), strict=True
@@ -155,7 +155,9 @@ def differing(first_cache, second_cache, rows):
     return different, compared
 
 
-in_order, moved = (last_state(two["drafted"], texts, sampling=sampled, seed=1) for texts in (prompts, others))
+in_order, moved = (
+    last_state(two["drafted"], texts, sampling=sampled, seed=1) for texts in (prompts, others)
+)
 assert differing(in_order.cache, moved.cache, [0])[0] == 0, "every bit of its cache is the same"
 
 # %% [markdown]
@@ -174,7 +176,7 @@ assert differing(in_order.cache, moved.cache, [0])[0] == 0, "every bit of its ca
 
 # %%
 def unit_in_last_place(values):
-    """Returns the unit in the last place of bfloat16 at each value. Values are positive, `[N]` in float64."""
+    """Returns the unit in the last place of bfloat16 at each positive value, `[N]` in float64."""
     raise NotImplementedError  # your code here
 
 
@@ -197,10 +199,14 @@ def check_unit_in_last_place(unit_in_last_place):
     assert not wrong.size, (
         f"after {values[wrong[0]]} the next number is {above[wrong[0]]}, {gaps[wrong[0]]} higher"
     )
-    assert np.allclose(unit_in_last_place(np.array([20.0])), bfloat16_ulp(20.0)), "the unit of the validation"
+    assert np.allclose(unit_in_last_place(np.array([20.0])), bfloat16_ulp(20.0)), (
+        "the unit of the validation"
+    )
 
 
-unit_in_last_place = checked(unit_in_last_place, unit_in_last_place_answer, check_unit_in_last_place)
+unit_in_last_place = checked(
+    unit_in_last_place, unit_in_last_place_answer, check_unit_in_last_place
+)
 
 # %% [markdown]
 # `advance` feeds one given token, in a block of one token or in a block of four with padding after
@@ -214,7 +220,9 @@ def advance(model, block, params, cache, root):
     tokens = jnp.zeros((root.size, block), jnp.int32).at[:, 0].set(root)
     positions = cache.length[:, None] + jnp.arange(block, dtype=jnp.int32)
     output = model(params, tokens, positions, causal_mask(block), cache)
-    return model.unembed(params, output.final)[:, 0], cache.commit(output.written, jnp.ones_like(root))
+    return model.unembed(params, output.final)[:, 0], cache.commit(
+        output.written, jnp.ones_like(root)
+    )
 
 
 def along_one_text(dtype, prompts, steps):
@@ -227,7 +235,9 @@ def along_one_text(dtype, prompts, steps):
     for _ in range(steps):
         logits = {}
         for block in caches:
-            logits[block], caches[block] = advance(model.model, block, model.params, caches[block], root)
+            logits[block], caches[block] = advance(
+                model.model, block, model.params, caches[block], root
+            )
         seen.append([np.asarray(row) for row in logits.values()])
         root = jnp.argmax(logits[1], axis=-1).astype(jnp.int32)
     return np.array(seen).swapaxes(0, 1)
@@ -258,7 +268,9 @@ for dtype, steps in (("float32", 8), ("bfloat16", 28)):
 
 single, block, gap, margin = logits_of["bfloat16"]
 near = margin <= TIE_ULPS
-print(f"bfloat16: the two largest logits are within two units at {near.mean():.0%} of the positions")
+print(
+    f"bfloat16: the two largest logits are within two units at {near.mean():.0%} of the positions"
+)
 print("gaps at a different argmax, in units in the last place:", gap[flips].tolist())
 assert (single != block).any(), "the two programs round differently"
 assert near.any() and (gap[flips] <= TIE_ULPS).all(), "every change is an approximate tie"
@@ -270,7 +282,12 @@ assert near.any() and (gap[flips] <= TIE_ULPS).all(), "every change is an approx
 # %% tags=["hide-input"]
 figure, (margin_axes, logit_axes) = plt.subplots(1, 2, figsize=(10.5, 3.8), width_ratios=(1.5, 1))
 steps = np.minimum(np.round(margin), 12)
-counts = lambda chosen: np.bincount(steps[chosen].astype(int), minlength=13)
+
+
+def counts(chosen):
+    return np.bincount(steps[chosen].astype(int), minlength=13)
+
+
 margin_axes.bar(range(13), counts(~flips), color=style.TARGET, label="same argmax")
 margin_axes.bar(
     range(13),
@@ -296,7 +313,9 @@ for token, marker in zip(top, "os^D", strict=True):
 low = pair[:, top].min()
 high = pair[:, top].max()
 logit_axes.set_yticks(np.arange(low - unit, high + 2 * unit, unit))
-logit_axes.set(xlim=(-0.3, 1.9), ylabel="logit (lines: bfloat16 numbers)", title="Logits of one position")
+logit_axes.set(
+    xlim=(-0.3, 1.9), ylabel="logit (lines: bfloat16 numbers)", title="Logits of one position"
+)
 logit_axes.set_xticks((0, 1), ("block of 1", f"block of {K + 1}"))
 logit_axes.legend(loc="center right", fontsize="small")
 assert (pair[:, top] % bfloat16_ulp(pair[:, top]) == 0).all(), "every logit is a bfloat16 number"
@@ -312,7 +331,9 @@ assert (pair[:, top] % bfloat16_ulp(pair[:, top]) == 0).all(), "every logit is a
 for dtype in ("float32", "bfloat16"):
     model = e3.load_target(dtype=dtype)
     decoders = (
-        e3.SpeculativeDecoder(model, e3.load_drafter(target=model), num_speculative_tokens=K, stop_tokens=()),
+        e3.SpeculativeDecoder(
+            model, e3.load_drafter(target=model), num_speculative_tokens=K, stop_tokens=()
+        ),
         e3.SpeculativeDecoder(model, Plain(num_nodes=K + 1), stop_tokens=()),
     )
     drafted, shaped = (last_state(decoder, prompts) for decoder in decoders)
@@ -348,7 +369,7 @@ for dtype in ("float32", "bfloat16"):
 
 # %%
 def z_score(scores, p, tokens):
-    """Returns the normalized sum of the scores of the sampled tokens: mean 0 and variance 1 if they follow `p`.
+    """Returns the normalized sum of scores: mean 0 and variance 1 if the tokens follow `p`.
 
     Args:
         scores: Score of each token of the vocabulary at each position, `[N, V]`.
@@ -388,13 +409,14 @@ z_score = checked(z_score, z_score_answer, check_z_score)
 
 # %%
 def real_pairs(rounds=6, size=128):
-    """Pairs (p, q) at positions of real texts: the 127 most likely tokens, and all others as one."""
+    """Pairs (p, q) at positions of real texts: the 127 most likely tokens, the others as one."""
     decoder = two["drafted"]
     pairs = []
     state = decoder.prefill(prompts, max_new_tokens=64).replace(sampling=sampled)
     for _ in range(rounds):
         known = [
-            row[: end - 1].tolist() for row, end in zip(np.asarray(state.tokens), state.length, strict=True)
+            row[: end - 1].tolist()
+            for row, end in zip(np.asarray(state.tokens), state.length, strict=True)
         ]
         played = decoder.step(state)
         state = played.state
@@ -406,7 +428,8 @@ def real_pairs(rounds=6, size=128):
     likely = np.argsort(-np.maximum(p, q), axis=1)[:, : size - 1]
     cut = [np.take_along_axis(dist, likely, axis=1) for dist in (p, q)]
     completed = [
-        np.concatenate([dist, np.maximum(1 - dist.sum(1, keepdims=True), 0)], axis=1) for dist in cut
+        np.concatenate([dist, np.maximum(1 - dist.sum(1, keepdims=True), 0)], axis=1)
+        for dist in cut
     ]
     return [dist / dist.sum(1, keepdims=True) for dist in completed]
 
@@ -430,9 +453,10 @@ def sampling_tests(propose, repeats=48):
     q = jnp.asarray(Q, jnp.float32)
     n = len(P)
     digits = e3.num_digits(P.shape[1])
-    with_next = lambda dist: jnp.stack(
-        [dist, jnp.roll(dist, -1, axis=0)], axis=1
-    )  # after the root, and after the draft
+
+    def with_next(dist):
+        """Distributions after the root and after the draft."""
+        return jnp.stack([dist, jnp.roll(dist, -1, axis=0)], axis=1)
 
     @jax.jit
     def play(keys, p, q):
@@ -465,7 +489,10 @@ def sampling_tests(propose, repeats=48):
         np.concatenate(column)
         for column in zip(*[jax.device_get(play(key, p, q)) for key in keys], strict=True)
     )
-    dists = [np.tile(dist, (repeats, 1)) for dist in (P, Q, np.roll(P, -1, axis=0), np.roll(Q, -1, axis=0))]
+    dists = [
+        np.tile(dist, (repeats, 1))
+        for dist in (P, Q, np.roll(P, -1, axis=0), np.roll(Q, -1, axis=0))
+    ]
     first = np.where(accepted, x, last)
     bonus = last[accepted]
     spread = np.random.default_rng(0).random(first.size)
@@ -497,7 +524,13 @@ def rounded(q, uniforms):
 
 RESIDUAL = "jnp.where(is_child, rejected_p, walk.p)"
 COMMIT = "state.cache.commit(output.written, count, None"
-rule = lambda old, new: (inject_bug, (acceptance._walk, old, new), honest)
+
+
+def rule(old, new):
+    """A bug of the acceptance rule: a part of its source is replaced."""
+    return inject_bug, (acceptance._walk, old, new), honest
+
+
 BUGS = {
     "none": (contextlib.nullcontext, (), honest),
     "rejected drafts stay in the cache": (
@@ -505,7 +538,9 @@ BUGS = {
         (SpeculativeLoop.step, COMMIT, COMMIT.replace("count", "jnp.full_like(count, num_nodes)")),
         honest,
     ),
-    "the residual is a softmax": rule(RESIDUAL, "jnp.where(is_child, jax.nn.softmax(rejected_p), walk.p)"),
+    "the residual is a softmax": rule(
+        RESIDUAL, "jnp.where(is_child, jax.nn.softmax(rejected_p), walk.p)"
+    ),
     "sampled from the top 50, declared whole": (contextlib.nullcontext, (), from_the_top_50),
     "a rejection resamples from p": rule(RESIDUAL, "walk.p"),
     "the bonus is sampled from q": rule(
@@ -542,7 +577,10 @@ CAUGHT = {
     "bonus z": lambda value: abs(value) > 5,
     "resampled": lambda value: value < 1,
 }
-caught = {bug: {test for test, value in row.items() if CAUGHT[test](value)} for bug, row in measured.items()}
+caught = {
+    bug: {test for test, value in row.items() if CAUGHT[test](value)}
+    for bug, row in measured.items()
+}
 
 assert caught["none"] == set(), "no test fails without a bug"
 assert "greedy texts" in caught["rejected drafts stay in the cache"], (
@@ -569,7 +607,9 @@ assert "bonus z" in bonus and not bonus & {
 assert caught["q is sampled in bfloat16, declared in float32"] == {"resampled"}, (
     "only a deterministic test catches it"
 )
-assert caught["the head reads its layers in reverse"] == {"τ"}, "no test of the output catches a broken head"
+assert caught["the head reads its layers in reverse"] == {"τ"}, (
+    "no test of the output catches a broken head"
+)
 
 # %% tags=["hide-input"]
 hits = np.array([[test in tests for test in CAUGHT] for tests in caught.values()], float)
@@ -599,7 +639,9 @@ plt.show()
 # cache bug from above, the first wrong token is far from an approximate tie.
 
 # %%
-with inject_bug(SpeculativeLoop.step, COMMIT, COMMIT.replace("count", "jnp.full_like(count, num_nodes)")):
+with inject_bug(
+    SpeculativeLoop.step, COMMIT, COMMIT.replace("count", "jnp.full_like(count, num_nodes)")
+):
     spoilt = greedy(head, num_speculative_tokens=K).tokens
 parted = [
     next((i for i, pair in enumerate(zip(*rows, strict=True)) if len(set(pair)) > 1), None)
@@ -613,7 +655,9 @@ fed = [
 units = []
 for logits, text, index in zip(forced_logits(target, fed), spoilt, parted, strict=True):
     if index is not None:
-        units.append(float((logits[-1].max() - logits[-1][text[index]]) / bfloat16_ulp(logits[-1].max())))
+        units.append(
+            float((logits[-1].max() - logits[-1][text[index]]) / bfloat16_ulp(logits[-1].max()))
+        )
 print(
     "gap between the largest logit and that of the first wrong token, in bfloat16 units:",
     np.round(units, 1).tolist(),

@@ -24,12 +24,12 @@
 #   schedule;
 # - report latency correctly.
 #
-# The notebook takes about three minutes on two CPU cores. It needs only `pip install -e
-# '.[notebooks]'`. It uses the small pair of the package, and downloads a chat model once (93 MB);
-# without a network, the small pair replaces it. Read [01](01_memory_bound_decoding.ipynb),
-# [02](02_speculative_sampling.ipynb) and [03](03_eagle3_head.ipynb) first. Times are printed with
-# their spread and never asserted. The project's benchmark is on the page [Measured
-# numbers](../docs/numbers.md).
+# The notebook takes about three minutes on two CPU cores. It needs only
+# `pip install -e '.[notebooks]'`. It uses the small pair of the package, and downloads a chat model
+# once (93 MB); without a network, the small pair replaces it. Read
+# [01](01_memory_bound_decoding.ipynb), [02](02_speculative_sampling.ipynb) and
+# [03](03_eagle3_head.ipynb) first. Times are printed with their spread and never asserted. The
+# project's benchmark is on the page [Measured numbers](../docs/numbers.md).
 #
 # **Exercises.** A function with `raise NotImplementedError` is yours to write. The folded cell
 # below it has an answer. The cell after that checks your function. If you leave the function as it
@@ -92,7 +92,7 @@ assert [prompt.category for prompt in chosen] == ["code"] * 6 + ["prose"] * 6
 
 
 def chain(length):
-    """A decoder with a chain of this length. Without stop tokens, all rows have the same number of tokens."""
+    """A decoder with a chain of this length. Without stop tokens, all rows have equal lengths."""
     return e3.SpeculativeDecoder(target, head, num_speculative_tokens=length, stop_tokens=())
 
 
@@ -104,8 +104,9 @@ stats.to_json()
 # - The **draft acceptance rate** `r` is the number of accepted tokens divided by the number of
 #   drafted tokens. `τ = 1 + K·r` holds exactly for any run.
 # - The **conditional acceptance rate** at a position is the share accepted *among the rounds that
-#   reached this position*. If it is the same `α` at all positions, then `τ = 1 + α + … + α^K = (1 -
-#   α^(K+1)) / (1 - α)`. This is a model, and the measurement can contradict it.
+#   reached this position*. If it is the same `α` at all positions, then
+#   `τ = 1 + α + … + α^K = (1 - α^(K+1)) / (1 - α)`. This is a model, and the measurement can
+#   contradict it.
 #
 # **Exercise: three rates.** `counts[k]` is the number of rounds that accepted the draft token at
 # position `k`. A token is accepted only after all tokens before it.
@@ -113,7 +114,7 @@ stats.to_json()
 
 # %%
 def rates(rounds, counts):
-    """Returns `τ`, the draft acceptance rate, and the conditional acceptance rate at each position, as a list.
+    """Returns `τ`, the draft acceptance rate, and the conditional rate at each position.
 
     Args:
         rounds: Number of rounds. Each of them drafts `len(counts)` tokens.
@@ -157,7 +158,10 @@ assert np.allclose(by_hand[2], stats.conditional_acceptance_rate)
 tau = stats.mean_acceptance_length
 rate = stats.draft_acceptance_rate
 alpha = conditional_rate_from_tau(tau, 5)
-print(f"τ = {tau:.3f}: draft acceptance rate {rate:.3f}, constant conditional acceptance rate {alpha:.3f}")
+print(
+    f"τ = {tau:.3f}: draft acceptance rate {rate:.3f}, constant conditional acceptance rate"
+    f" {alpha:.3f}"
+)
 print(
     "conditional, by position:  ",
     "  ".join(f"{share:.3f}" for share in stats.conditional_acceptance_rate),
@@ -168,7 +172,9 @@ print(
 )
 
 assert abs(tau_from_draft_rate(rate, 5) - tau) < 1e-9, "τ = 1 + K·r is an identity"
-assert abs(tau - 1 - sum(stats.acceptance_per_position)) < 1e-9, "τ is one plus the shares by position"
+assert abs(tau - 1 - sum(stats.acceptance_per_position)) < 1e-9, (
+    "τ is one plus the shares by position"
+)
 assert np.allclose(np.cumprod(stats.conditional_acceptance_rate), stats.acceptance_per_position)
 assert alpha > rate + 0.1, "the conditional rate is larger: a report must name the rate"
 
@@ -180,7 +186,9 @@ assert alpha > rate + 0.1, "the conditional rate is larger: a report must name t
 # *conditional* acceptance rate.
 
 # %%
-contenders = {length: DecoderContender(f"K={length}", "mixed", chain(length)) for length in (1, 3, 5)}
+contenders = {
+    length: DecoderContender(f"K={length}", "mixed", chain(length)) for length in (1, 3, 5)
+}
 stats_of = {5: stats}
 for length in (1, 2, 7):
     stats_of[length] = chain(length).generate(prompts, max_new_tokens=NEW).stats
@@ -195,15 +203,20 @@ measured = [stats_of[length].mean_acceptance_length for length in lengths]
 at3 = stats_of[3]
 line = [tau_from_draft_rate(at3.draft_acceptance_rate, k) for k in lengths]
 curve = [
-    tau_from_conditional_rate(conditional_rate_from_tau(at3.mean_acceptance_length, 3), k) for k in lengths
+    tau_from_conditional_rate(conditional_rate_from_tau(at3.mean_acceptance_length, 3), k)
+    for k in lengths
 ]
 for k, tau_k, straight, bent in zip(lengths, measured, line, curve, strict=True):
     print(f"K = {k}: measured {tau_k:.3f}, line {straight:.3f}, curve {bent:.3f}")
 
-assert abs(line[lengths.index(3)] - at3.mean_acceptance_length) < 1e-9, "at K = 3 both formulas are exact"
+assert abs(line[lengths.index(3)] - at3.mean_acceptance_length) < 1e-9, (
+    "at K = 3 both formulas are exact"
+)
 assert abs(curve[lengths.index(3)] - at3.mean_acceptance_length) < 1e-9
 assert sorted(measured) == measured, "longer drafts add more tokens per round"
-assert line[-1] - measured[-1] > 2 * abs(curve[-1] - measured[-1]), "at K = 7 the curve is much closer"
+assert line[-1] - measured[-1] > 2 * abs(curve[-1] - measured[-1]), (
+    "at K = 7 the curve is much closer"
+)
 
 # %% tags=["hide-input"]
 figure, axes = plt.subplots()
@@ -225,11 +238,18 @@ plt.show()
 
 # %%
 by_task = {"code": result.rows[:6], "prose": result.rows[6:]}
-tasks = {name: e3.SpeculationStats.merge(row.stats for row in rows) for name, rows in by_task.items()}
+tasks = {
+    name: e3.SpeculationStats.merge(row.stats for row in rows) for name, rows in by_task.items()
+}
 for name, task_stats in tasks.items():
-    print(f"{name:6} τ = {task_stats.mean_acceptance_length:.3f} over {int(task_stats.num_drafts)} rounds")
+    print(
+        f"{name:6} τ = {task_stats.mean_acceptance_length:.3f} over {int(task_stats.num_drafts)}"
+        " rounds"
+    )
     shares = task_stats.acceptance_per_position
-    assert sorted(shares, reverse=True) == shares, "a position is accepted only after all earlier ones"
+    assert sorted(shares, reverse=True) == shares, (
+        "a position is accepted only after all earlier ones"
+    )
 
 merged = e3.SpeculationStats.merge(tasks.values()).mean_acceptance_length
 taus = [task_stats.mean_acceptance_length for task_stats in tasks.values()]
@@ -258,9 +278,12 @@ acceptance_ribbons(
 questions = {
     "knowledge": "What is the capital of France, and what is it known for?",
     "code": (
-        'Complete this function.\n\ndef is_even(number: int) -> bool:\n    """Whether a number is even."""\n'
+        'Complete this function.\n\ndef is_even(number: int) -> bool:\n    """Whether a number is'
+        ' even."""\n'
     ),
-    "arithmetic": ("Anna has 12 apples. She gives 5 to Ben and buys 7 more. How many apples does she have?"),
+    "arithmetic": (
+        "Anna has 12 apples. She gives 5 to Ben and buys 7 more. How many apples does she have?"
+    ),
 }
 pieces = [target.tokenizer.decode(prompt) for prompt in prompts[:3]]
 chat_target, chat_head, chat_prompts = load_chat([*questions.values()], pieces)
@@ -282,7 +305,9 @@ for name, row in zip(questions, drafted.rows, strict=True):
 # %%
 REPEATS = 5
 plain = DecoderContender("plain", "mixed", e3.SpeculativeDecoder(target, stop_tokens=()))
-turns = {"plain": plain, "A/A": plain} | {contender.name: contender for contender in contenders.values()}
+turns = {"plain": plain, "A/A": plain} | {
+    contender.name: contender for contender in contenders.values()
+}
 tried = [prompts[0], prompts[6]]
 blocks = {k: e3.SpeculativeDecoder(target, Plain(k + 1), stop_tokens=()) for k in (1, 3, 5)}
 seconds = {name: [] for name in turns}
@@ -291,9 +316,15 @@ verify = {k: [] for k in blocks}
 parts = []
 for repeat in range(REPEATS + 1):  # the first one compiles
     pace = timed_rounds(plain.decoder, tried[:1], max_new_tokens=NEW, tokens=32)
-    checks = {k: timed_rounds(block, tried[:1], max_new_tokens=NEW, tokens=32) for k, block in blocks.items()}
+    checks = {
+        k: timed_rounds(block, tried[:1], max_new_tokens=NEW, tokens=32)
+        for k, block in blocks.items()
+    }
     costs = step_costs(chain(3), tried[:1], max_new_tokens=NEW, rounds=32)
-    runs = {name: [contender.run([prompt], NEW) for prompt in tried] for name, contender in turns.items()}
+    runs = {
+        name: [contender.run([prompt], NEW) for prompt in tried]
+        for name, contender in turns.items()
+    }
     if repeat:
         step.append(pace.seconds_per_round)
         parts.append(costs)
@@ -309,7 +340,10 @@ def ratio(above, below):
 
 
 c = ratio([part.draft_seconds for part in parts], step)
-print(f"plain step {1e3 * Spread.of(step).median:.2f} ms, c = {c.median:.3f} ({c.low:.3f}-{c.high:.3f})\n")
+print(
+    f"plain step {1e3 * Spread.of(step).median:.2f} ms, c = {c.median:.3f}"
+    f" ({c.low:.3f}-{c.high:.3f})\n"
+)
 control = ratio(seconds["plain"], seconds["A/A"])
 print(f"A/A  measured {control.median:.2f} ({control.low:.2f}-{control.high:.2f})")
 for k in blocks:
@@ -318,7 +352,8 @@ for k in blocks:
     tau_k = e3.SpeculationStats.merge([run.stats for run in runs[f"K={k}"]]).mean_acceptance_length
     predicted = speedup(tau_k, num_draft_tokens=k, verify_cost=v.median, draft_cost=c.median)
     print(
-        f"K={k}  measured {gain.median:.2f} ({gain.low:.2f}-{gain.high:.2f})  predicted {predicted:.2f}",
+        f"K={k}  measured {gain.median:.2f} ({gain.low:.2f}-{gain.high:.2f})  predicted"
+        f" {predicted:.2f}",
         end="",
     )
     print(f": τ {tau_k:.2f}, v {v.median:.2f} ({v.low:.2f}-{v.high:.2f})")
@@ -360,13 +395,19 @@ for prompt in prompts[::2]:
     for contender in (plain, contenders[3]):  # in turns
         streams[contender.name].append(streamed(contender, prompt))
 
-middle = lambda values: 1e3 * Spread.of(values).median
+
+def middle(values):
+    """Median, in milliseconds."""
+    return 1e3 * Spread.of(values).median
+
+
 draft = 3 * middle([part.draft_seconds for part in parts])
 commit = middle([part.commit_seconds for part in parts])
 checking = middle(verify[3]) - commit
 plainly = middle(step)
 waited = {
-    name: middle([wait for _, waits, _ in all_of_it for wait in waits]) for name, all_of_it in streams.items()
+    name: middle([wait for _, waits, _ in all_of_it for wait in waits])
+    for name, all_of_it in streams.items()
 }
 host = {
     "plain": max(0.0, waited["plain"] - plainly),
@@ -395,7 +436,9 @@ stacked_steps(
 
 # %%
 def in_batches(contender, size):
-    return [contender.run(prompts[start : start + size], NEW) for start in range(0, len(prompts), size)]
+    return [
+        contender.run(prompts[start : start + size], NEW) for start in range(0, len(prompts), size)
+    ]
 
 
 SIZES = (1, 4, 12)
@@ -407,13 +450,17 @@ for repeat in range(4):  # the first one compiles
         rounds = sum(int(np.max(run.stats.num_drafts)) for run in ours)  # rounds of the slowest row
         our_seconds = sum(run.decode_seconds for run in ours)
         plain_seconds = sum(run.decode_seconds for run in theirs)
-        batch_figures["tau"] = e3.SpeculationStats.merge([run.stats for run in ours]).mean_acceptance_length
+        batch_figures["tau"] = e3.SpeculationStats.merge(
+            [run.stats for run in ours]
+        ).mean_acceptance_length
         batch_figures["of the slowest"] = (
             (NEW - 1) * len(ours) / rounds
         )  # tokens of a row per round of its batch
         if repeat:
             batch_figures["round"].append(1e3 * our_seconds / rounds)
-            batch_figures["cost"].append(our_seconds / rounds / (plain_seconds / (NEW - 1) / len(theirs)))
+            batch_figures["cost"].append(
+                our_seconds / rounds / (plain_seconds / (NEW - 1) / len(theirs))
+            )
             batch_figures["gain"].append(plain_seconds / our_seconds)
 
 for size, batch_figures in by_batch.items():
@@ -482,7 +529,10 @@ for repeat in range(4):  # the first one compiles
 scheduled = {name: result.stats.mean_acceptance_length for name, result in results.items()}
 for name, times in taken.items():
     gain = ratio(taken["plain"], times)
-    print(f"{name:9} τ {scheduled[name]:.2f}, speed-up {gain.median:.2f} ({gain.low:.2f}-{gain.high:.2f})")
+    print(
+        f"{name:9} τ {scheduled[name]:.2f}, speed-up {gain.median:.2f}"
+        f" ({gain.low:.2f}-{gain.high:.2f})"
+    )
 assert 1 == scheduled["plain"] < scheduled["schedule"] < scheduled["K = 3"]
 
 # %% [markdown]
@@ -504,7 +554,9 @@ def shown(values):
     return f"{latency.p50:6.2f} {latency.p90:6.2f} {latency.p99:6.2f}"
 
 
-print(f"{'ms':6} {'TTFT p50 p90 p99':>21}   {'TPOT p50 p90 p99':>21}   {'chunk wait p50 p90 p99':>22}")
+print(
+    f"{'ms':6} {'TTFT p50 p90 p99':>21}   {'TPOT p50 p90 p99':>21}   {'chunk wait p50 p90 p99':>22}"
+)
 for name, found_streams in streams.items():
     per_token = [sum(waits) / sum(sizes) for _, waits, sizes in found_streams]
     waits = [wait for _, all_waits, _ in found_streams for wait in all_waits]
@@ -540,7 +592,9 @@ print(
     f"time per token in plain steps: p50 {per_token.p50:.2f}, p90 {per_token.p90:.2f}, p99"
     f" {per_token.p99:.2f}"
 )
-assert tail.speedup > 1.3 and per_token.p99 > 1 > per_token.p50, "faster on average, slower in the tail"
+assert tail.speedup > 1.3 and per_token.p99 > 1 > per_token.p50, (
+    "faster on average, slower in the tail"
+)
 assert 0.15 < tail.slower_than_plain < 0.21, "the requests of the hard class"
 
 # %% [markdown]
@@ -554,7 +608,9 @@ assert 0.15 < tail.slower_than_plain < 0.21, "the requests of the hard class"
 
 # %%
 SLOTS = 4
-requests = [Request(prompt, 12 + 2 * number, ignore_stop=True) for number, prompt in enumerate(prompts)]
+requests = [
+    Request(prompt, 12 + 2 * number, ignore_stop=True) for number, prompt in enumerate(prompts)
+]
 engines = {}
 for name, decoder in {
     "plain": e3.SpeculativeDecoder(target, stop_tokens=()),
@@ -575,11 +631,11 @@ for name, users in itertools.product(engines, (1, 4, 8)):
             moments[engine.submit(requests[sent])] = [time.perf_counter()]
             continue
         for event in engine.tick():
-            moments[event.ticket].append(time.perf_counter())
+            moments[event.request_id].append(time.perf_counter())
             if event.output is not None:
-                last_events[event.ticket] = event
+                last_events[event.request_id] = event
 
-    answers = [last_events[ticket].output for ticket in moments]
+    answers = [last_events[request_id].output for request_id in moments]
     acceptance = e3.SpeculationStats.merge([event.stats for event in last_events.values()])
     seen[name].append((answers, acceptance))
     times = list(moments.values())
@@ -614,7 +670,10 @@ for _ in range(5):
     handed.append(1e3 * (time.perf_counter() - start))
     jax.block_until_ready(result)
     done.append(1e3 * (time.perf_counter() - start))
-print(f"call returned after {Spread.of(handed).median:.2f} ms, done after {Spread.of(done).median:.2f} ms")
+print(
+    f"call returned after {Spread.of(handed).median:.2f} ms, done after"
+    f" {Spread.of(done).median:.2f} ms"
+)
 
 print(f"compiled programs: first run {first.programs}, second run {again.programs}")
 assert first.programs > 0 and again.programs == 0
@@ -679,7 +738,9 @@ print(
 )
 print(f"3. p = {binomtest(5, 7).pvalue:.2f}")
 assert abs(tau_from_draft_rate(0.8, 5) / tau_from_conditional_rate(0.8, 5) - 1.36) < 0.01
-assert truncated < stats_of[2].mean_acceptance_length, "computed from the longer draft, τ is too low"
+assert truncated < stats_of[2].mean_acceptance_length, (
+    "computed from the longer draft, τ is too low"
+)
 assert abs(binomtest(5, 7).pvalue - 0.45) < 0.01
 
 # %% [markdown]

@@ -115,24 +115,31 @@ def run(drafter):
     return result.tokens, result.stats
 
 
+def bits(leaf):
+    array = np.asarray(leaf)
+    return array.dtype, array.shape, np.ascontiguousarray(array).tobytes()
+
+
 def same_bits(first, second):
     """Whether two nested parameters are equal bit for bit, types included."""
     first_leaves = dict(rules.flatten(first))
     second_leaves = dict(rules.flatten(second))
-    bits = lambda leaf: (leaf.dtype, leaf.shape, np.ascontiguousarray(leaf).tobytes())
     return first_leaves.keys() == second_leaves.keys() and all(
-        bits(np.asarray(first_leaves[key])) == bits(np.asarray(second_leaves[key])) for key in first_leaves
+        bits(first_leaves[key]) == bits(second_leaves[key]) for key in first_leaves
     )
 
 
 plain = e3.SpeculativeDecoder(target, stop_tokens=()).generate(texts, max_new_tokens=LIMIT).tokens
 good_text, good = run(reference)
 there_and_back, again = run(converted)
-assert same_bits(converted.params["head"], reference.params["head"]), "the conversion changes no parameter"
+assert same_bits(converted.params["head"], reference.params["head"]), (
+    "the conversion changes no parameter"
+)
 assert good_text == there_and_back == plain, "lossless: the text is the target's"
 assert good.to_json() == again.to_json(), "the converted head drafts the same, round by round"
 print(
-    f"τ {good.mean_acceptance_length:.2f}, by position {[round(x, 2) for x in good.acceptance_per_position]}"
+    f"τ {good.mean_acceptance_length:.2f}, by position"
+    f" {[round(x, 2) for x in good.acceptance_per_position]}"
 )
 
 # %% [markdown]
@@ -151,7 +158,9 @@ def edited(name, change):
     shutil.copytree(official, folder)
     tensors = torch.load(folder / "pytorch_model.bin", weights_only=True)
     change(tensors)
-    torch.save({key: value.contiguous() for key, value in tensors.items()}, folder / "pytorch_model.bin")
+    torch.save(
+        {key: value.contiguous() for key, value in tensors.items()}, folder / "pytorch_model.bin"
+    )
     return folder
 
 
@@ -163,7 +172,9 @@ def replace(key, function):
 OUT = "midlayer.self_attn.o_proj.weight"
 attempts = {
     "a tensor is missing": lambda tensors: tensors.pop("midlayer.hidden_norm.weight"),
-    "one too many": lambda tensors: tensors.update({"midlayer.self_attn.q_norm.weight": torch.ones(64)}),
+    "one too many": lambda tensors: tensors.update(
+        {"midlayer.self_attn.q_norm.weight": torch.ones(64)}
+    ),
     "fc transposed": replace("fc.weight", torch.t),
     "d2t holds ids": replace("d2t", lambda offset: offset + torch.arange(len(offset))),
     "o_proj transposed": replace(OUT, torch.t),
@@ -322,7 +333,9 @@ precision = reference.drafter.precision
 text = jnp.asarray([(texts[0] + good_text[0])[:64]], jnp.int32)
 positions = jnp.arange(text.shape[1] - 1, dtype=jnp.int32)[None]
 mask = causal_mask(text.shape[1] - 1)
-features = target.model(target.params, text[:, :-1], positions, mask, aux_layers=config.aux_layers).features
+features = target.model(
+    target.params, text[:, :-1], positions, mask, aux_layers=config.aux_layers
+).features
 
 
 @jax.jit
@@ -373,7 +386,9 @@ assert all(distance(x, truth[name]) == 0 for name, x in stages(converted.params)
 
 # %% tags=["hide-input"]
 grid = np.array([[table[letter][name] for letter in heads] for name in table["A"]])
-table_map(grid, list(table["A"]), list(heads), title="Relative difference from the good head", most=1.5)
+table_map(
+    grid, list(table["A"]), list(heads), title="Relative difference from the good head", most=1.5
+)
 plt.show()
 
 # %% [markdown]
@@ -405,7 +420,9 @@ def verdict(column, tolerance=1e-6):
 
 
 for letter, column in table.items():
-    assert verdict(column) == SECRET[letter], f"head {letter} is {SECRET[letter]}, not {verdict(column)}"
+    assert verdict(column) == SECRET[letter], (
+        f"head {letter} is {SECRET[letter]}, not {verdict(column)}"
+    )
     print(f"{letter}: {SECRET[letter]:22} τ {taus[letter]:.2f} instead of {taus['good']:.2f}")
 
 # %% [markdown]
@@ -423,13 +440,20 @@ class Unshifted(type(reference.drafter)):
 
     def observe(self, params, state, seen):
         late = jnp.roll(seen.tokens, 1, axis=1).at[:, 0].set(seen.tokens[:, 0])
-        last = jnp.take_along_axis(seen.tokens, jnp.maximum(seen.length - 1, 0)[:, None], axis=1)[:, 0]
-        after = super().observe(params, state, dataclasses.replace(seen, tokens=late, next_token=last))
-        return dataclasses.replace(after, root=jnp.where(seen.length > 0, seen.next_token, state.root))
+        last = jnp.take_along_axis(seen.tokens, jnp.maximum(seen.length - 1, 0)[:, None], axis=1)[
+            :, 0
+        ]
+        after = super().observe(
+            params, state, dataclasses.replace(seen, tokens=late, next_token=last)
+        )
+        return dataclasses.replace(
+            after, root=jnp.where(seen.length > 0, seen.next_token, state.root)
+        )
 
 
 fields = {
-    field.name: getattr(reference.drafter, field.name) for field in dataclasses.fields(reference.drafter)
+    field.name: getattr(reference.drafter, field.name)
+    for field in dataclasses.fields(reference.drafter)
 }
 unshifted = dataclasses.replace(reference, drafter=Unshifted(**fields))
 tokens, stats = run(unshifted)
@@ -484,10 +508,15 @@ torch.save(tensors, ports[letter] / "pytorch_model.bin")
 assert run(e3.load_drafter(ports[letter], target=target))[1].to_json() == good.to_json()
 
 # Exercise 3: the normed output is fed back.
-fed_back = dataclasses.replace(reference.drafter, config=dataclasses.replace(config, norm_output=True))
+fed_back = dataclasses.replace(
+    reference.drafter, config=dataclasses.replace(config, norm_output=True)
+)
 tokens, stats = run(dataclasses.replace(reference, drafter=fed_back))
 first, second = stats.conditional_acceptance_rate[:2]
-print(f"normed feedback: {first:.2f} at the first position, {second:.2f} at the second (given the first)")
+print(
+    f"normed feedback: {first:.2f} at the first position, {second:.2f} at the second (given the"
+    " first)"
+)
 print(
     f"good head:       {good.conditional_acceptance_rate[0]:.2f} and"
     f" {good.conditional_acceptance_rate[1]:.2f}"

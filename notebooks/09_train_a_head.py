@@ -106,7 +106,10 @@ own_texts = written(tokens, 256, SEED)
 fresh = written(fresh_tokens, 96, SEED + 1)  # for measurements, never for training
 sizes = [int(texts.learn.sum()) for texts in (own_texts, fresh)]
 print(f"{len(train)} files to train on, {len(held_out)} held out")
-print(f"{len(own_texts)} texts with {sizes[0]:,} tokens of the target; {sizes[1]:,} more for measurements")
+print(
+    f"{len(own_texts)} texts with {sizes[0]:,} tokens of the target; {sizes[1]:,} more for"
+    " measurements"
+)
 print("---", target.tokenizer.decode(own_texts.tokens[: own_texts.length[0]].tolist()), sep="\n")
 
 # %% [markdown]
@@ -336,7 +339,10 @@ measure = jax.jit(lambda params, batch: objective(DEPTH)(params, batch)[1])
 def right_by_depth(params, batch_at):
     """Share of positions with the target's most likely token, by depth, over two batches."""
     measured = [measure(params, batch_at(step)) for step in range(2)]
-    return [float(np.mean([metrics[f"accuracy_{depth}"] for metrics in measured])) for depth in range(DEPTH)]
+    return [
+        float(np.mean([metrics[f"accuracy_{depth}"] for metrics in measured]))
+        for depth in range(DEPTH)
+    ]
 
 
 fresh_batches, _ = text_batches(fresh, 32, SEED)
@@ -419,7 +425,10 @@ library = Texts.of(
 )
 target_share = own_choice(fresh)
 foreign = own_choice(library)
-print(f"most likely token of the target: {target_share:.0%} of its own text, {foreign:.0%} of the library")
+print(
+    f"most likely token of the target: {target_share:.0%} of its own text, {foreign:.0%} of the"
+    " library"
+)
 assert target_share > foreign + 0.2, "the library differs from the target's text"
 
 seen_batches, _ = text_batches(own_texts, 32, SEED)
@@ -456,8 +465,8 @@ assert on_seen > on_fresh + 0.03, "the accuracy is higher on training text"
 # <details><summary>Answer</summary>
 #
 # The earlier tokens are corpus text, which the target did not generate. The target's first token
-# after a prompt comes from the prefill, so no head drafts it. The label of position `t` is token `t
-# + 2`.
+# after a prompt comes from the prefill, so no head drafts it. The label of position `t` is token
+# `t + 2`.
 #
 # </details>
 
@@ -483,6 +492,6 @@ assert last < ceiling < CHAIN + 1
 # - The target's text consists of its most likely tokens far more often than the library's. A head
 #   has a higher accuracy on its training text.
 #
-# **Next:** [10](10_your_own_drafter.ipynb), a drafter and an acceptance rule of your own. `eagle3
-# train data` and `eagle3 train head` do the same for your model: [train a
-# head](../docs/command_line.md#train-a-head-for-your-data).
+# **Next:** [10](10_your_own_drafter.ipynb), a drafter and an acceptance rule of your own.
+# `eagle3 train data` and `eagle3 train head` do the same for your model:
+# [train a head](../docs/command_line.md#train-a-head-for-your-data).

@@ -100,7 +100,9 @@ class Newest:
     def observe(self, params, state, seen):
         index = jnp.arange(seen.tokens.shape[1])
         end = seen.length[:, None]
-        follower = jnp.where(index == end - 1, seen.next_token[:, None], jnp.roll(seen.tokens, -1, axis=1))
+        follower = jnp.where(
+            index == end - 1, seen.next_token[:, None], jnp.roll(seen.tokens, -1, axis=1)
+        )
         code = (state["place"][:, None] + index) * self.vocab_size + follower
         newest = jax.vmap(lambda after, tokens, code: after.at[tokens].max(code))
         return {
@@ -153,7 +155,10 @@ REPEATED = [
         'POINTS = [\n    {"x": 1, "y": 2, "name": "first"},\n    {"x": 2, "y": 4, "name":'
         ' "second"},\n    {"x": 3, '
     ),
-    ("- the first item of the list is here\n- the second item of the list is here\n- the third item of the"),
+    (
+        "- the first item of the list is here\n- the second item of the list is here\n- the third"
+        " item of the"
+    ),
     "import os.path\nimport os.path\nimport os.path\nimport os.path\nimport",
 ]
 prompts = [*shipped()[0:72:12], *REPEATED]
@@ -164,7 +169,9 @@ NEW = 51
 def play(drafter, **options):
     decoder = e3.SpeculativeDecoder(target, drafter, stop_tokens=(), **options)
     limits = [NEW] * len(prompts)
-    return trace.record(decoder, prompts, max_new_tokens=limits, sampling=e3.SamplingParams(), seed=0)
+    return trace.record(
+        decoder, prompts, max_new_tokens=limits, sampling=e3.SamplingParams(), seed=0
+    )
 
 
 class KnowsTheText(Newest):
@@ -219,12 +226,16 @@ for name, run in runs.items():
 # %%
 assert tau["knows the text"] == K + 1 and tau["random head"] < 1.05, "the two bounds"
 others = ("layer skip", "Newest", "n-gram", "suffix")
-assert all(pace[name][0] < pace["EAGLE-3"][0] for name in others), "on ordinary text the trained head is best"
+assert all(pace[name][0] < pace["EAGLE-3"][0] for name in others), (
+    "on ordinary text the trained head is best"
+)
 assert pace["suffix"][1] > pace["EAGLE-3"][1], "on repetitive text suffix decoding is better"
 assert pace["layer skip"][0] < 1 + K * 3 / target.model.config.num_layers, (
     "layer skip costs more than it adds"
 )
-assert tau["n-gram"] > per_round(runs["n-gram"], range(9)) + 0.2, "τ excludes rounds without a draft"
+assert tau["n-gram"] > per_round(runs["n-gram"], range(9)) + 0.2, (
+    "τ excludes rounds without a draft"
+)
 
 # %% tags=["hide-input"]
 for name in ("n-gram", "EAGLE-3"):
@@ -303,7 +314,9 @@ report = e3.check_drafter(Careless(small.vocab_size, 3), small, checks=some)
 for finding in report.failures:
     print(finding)
 assert result.tokens == plain and result.stats.mean_acceptance_length < tau["Newest"]
-assert "padding behind an observation does not matter" in [finding.name for finding in report.failures]
+assert "padding behind an observation does not matter" in [
+    finding.name for finding in report.failures
+]
 
 # %% [markdown]
 # **Declaring a wrong distribution.** The acceptance rule relies on the declared `q`. `Boaster`
@@ -315,7 +328,9 @@ assert "padding behind an observation does not matter" in [finding.name for find
 class Boaster(Newest):
     def propose(self, params, state, keys, sampling):
         draft = super().propose(params, state, keys, sampling)
-        return draft.replace(probs=jnp.full((*draft.tokens.shape, self.vocab_size), 1.0 / self.vocab_size))
+        return draft.replace(
+            probs=jnp.full((*draft.tokens.shape, self.vocab_size), 1.0 / self.vocab_size)
+        )
 
 
 some = ("draws from what it declares", "sampled output has the target's distribution")
@@ -439,7 +454,10 @@ expected = {"exact": p[guess], "one look": p[guess], "two looks": 1 - (1 - p[gue
 seen = {name: share_of_guess(rule) for name, rule in rules.items()}
 noise = 5 * np.sqrt(p[guess] * (1 - p[guess]) / (ROWS * CHUNKS))
 for name, share in seen.items():
-    print(f"{name:10} share of the guess {share:.3f}, expected {expected[name]:.3f}; p = {p[guess]:.3f}")
+    print(
+        f"{name:10} share of the guess {share:.3f}, expected {expected[name]:.3f}; p ="
+        f" {p[guess]:.3f}"
+    )
     assert abs(share - expected[name]) < noise
 assert seen["two looks"] - p[guess] > 2 * noise, "two looks shift the distribution"
 
@@ -462,21 +480,32 @@ two_looks = Looks(2)
 def source_of(part, method):
     """Source of a class of this notebook (`inspect` reads only files)."""
     lines = linecache.getlines(getattr(part, method).__code__.co_filename)
-    named = [node for node in ast.parse("".join(lines)).body if getattr(node, "name", "") == part.__name__]
+    named = [
+        node
+        for node in ast.parse("".join(lines)).body
+        if getattr(node, "name", "") == part.__name__
+    ]
     return "".join(lines[named[0].decorator_list[0].lineno - 1 : named[0].end_lineno])
 
 
 imports = "import dataclasses\nimport jax\nimport jax.numpy as jnp\nimport eagle3_jax as e3\n"
 with tempfile.TemporaryDirectory() as folder:
-    source = "\n\n".join([imports, source_of(Newest, "propose"), source_of(Looks, "__call__"), FACTORY])
+    source = "\n\n".join(
+        [imports, source_of(Newest, "propose"), source_of(Looks, "__call__"), FACTORY]
+    )
     Path(folder, "mine.py").write_text(source, encoding="utf-8")
-    options = "--drafter mine:newest=3 --verifier mine:two_looks --max-new-tokens 24 --temperature 1 --json"
+    options = (
+        "--drafter mine:newest=3 --verifier mine:two_looks --max-new-tokens 24 --temperature 1"
+        " --json"
+    )
     command = [sys.executable, "-m", "eagle3_jax", "generate", "class Stack:", *options.split()]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
 print("eagle3 generate 'class Stack:'", options)
 answer = json.loads(done.stdout)
 print("lossless:", answer["lossless"])
-assert done.returncode == 0 and answer["lossless"] is False, "the command line labels the lossy rule"
+assert done.returncode == 0 and answer["lossless"] is False, (
+    "the command line labels the lossy rule"
+)
 
 # %% [markdown]
 # ## Exercises
@@ -505,8 +534,9 @@ assert done.returncode == 0 and answer["lossless"] is False, "the command line l
 #
 # <details><summary>Answer</summary>
 #
-# It outputs the draft token with probability `1 − (1 − p)ⁿ`, so the total variation distance is `(1
-# − p) − (1 − p)ⁿ`. For large `n` the output is the drafter's text, except for tokens with `p = 0`.
+# It outputs the draft token with probability `1 − (1 − p)ⁿ`, so the total variation distance is
+# `(1 − p) − (1 − p)ⁿ`. For large `n` the output is the drafter's text, except for tokens with
+# `p = 0`.
 #
 # </details>
 #

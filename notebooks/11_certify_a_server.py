@@ -85,7 +85,9 @@ faulty = FaultySampler(fault).draws(256, 32)
 def places_of(draws):
     """Returns the places of the tokens that drafts may reach."""
     draws = draws[draws.index > 0]
-    before = np.where(np.arange(draws.probs.shape[1]) < draws.cells[:, None], draws.probs, 0).sum(axis=1)
+    before = np.where(np.arange(draws.probs.shape[1]) < draws.cells[:, None], draws.probs, 0).sum(
+        axis=1
+    )
     within = np.take_along_axis(draws.probs, draws.cells[:, None], axis=1)[:, 0]
     return before + np.random.default_rng(1).random(len(draws)) * within
 

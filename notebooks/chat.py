@@ -21,7 +21,11 @@ def load_chat(
         reason = str(error).partition(";")[0]
         print(f"The small pair of the package replaces the chat model: {reason}")
         target = e3.load_target()
-        return target, e3.load_drafter(target=target), [target.tokenizer.encode(text).ids for text in code]
+        return (
+            target,
+            e3.load_drafter(target=target),
+            [target.tokenizer.encode(text).ids for text in code],
+        )
     conversations = [[{"role": "user", "content": question}] for question in questions]
     prompts = [target.apply_chat_template(messages) for messages in conversations]
     return target, e3.load_drafter("smollm2", target=target), prompts

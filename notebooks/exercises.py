@@ -1,4 +1,4 @@
-"""Exercises of the notebooks: a check judges the reader's function, and an answer replaces an empty one."""
+"""Exercises: a check judges the reader's function, and an answer replaces an empty one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Set-up of every notebook, called by its first cell: checks the environment and prints versions and device."""
+"""Set-up of every notebook, called by its first cell: environment, versions and device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NEEDED = ("eagle3_jax", "matplotlib", "plotly", "ipykernel")
 
 
 def start(*, repository: bool = False, device: bool = True, also: tuple[str, ...] = ()) -> None:
-    """Checks the environment, sets matplotlib's style, keeps compiled programs, and prints versions and device.
+    """Checks the environment, sets matplotlib's style, keeps compiled programs, prints versions.
 
     Args:
         repository: Whether the notebook uses ``validation`` or the helpers of ``tests``, which are
@@ -29,10 +29,13 @@ def start(*, repository: bool = False, device: bool = True, also: tuple[str, ...
     """
     missing = [name for name in (*_NEEDED, *also) if importlib.util.find_spec(name) is None]
     if missing:
-        extra = "notebooks,convert,bench" if {"torch", "transformers"} & set(missing) else "notebooks"
+        extra = (
+            "notebooks,convert,bench" if {"torch", "transformers"} & set(missing) else "notebooks"
+        )
         raise SystemExit(
-            f"{', '.join(missing)}: not installed in the environment of this kernel ({sys.executable}); "
-            f"install it with: {sys.executable} -m pip install -e '{ROOT}[{extra}]'"
+            f"{', '.join(missing)}: not installed in the environment of this kernel"
+            f" ({sys.executable}); install it with: {sys.executable} -m pip install -e"
+            f" '{ROOT}[{extra}]'"
         )
     sys.path.append(str(ROOT / "examples"))  # nano_eagle3, whose parts the notebooks build
     if repository:
@@ -47,12 +50,13 @@ def start(*, repository: bool = False, device: bool = True, also: tuple[str, ...
     _describe_figures()
     keep_compiled_programs(None)
     print(
-        f"eagle3-jax {eagle3_jax.__version__}, jax {jax.__version__}" + (f", {_device()}" if device else "")
+        f"eagle3-jax {eagle3_jax.__version__}, jax {jax.__version__}"
+        + (f", {_device()}" if device else "")
     )
 
 
 def _describe_figures() -> None:
-    """Adds alternative text to the metadata of every figure: its titles and the labels of its axes."""
+    """Adds alternative text to the metadata of every figure."""
     from IPython import get_ipython
     from matplotlib.figure import Figure
 
@@ -69,10 +73,12 @@ def _describe_figures() -> None:
 
 
 def alternative_text(figure: Figure) -> str:
-    """Describes a matplotlib figure in words, such as ``"Plot: τ by batch size. Axes: batch size; τ."``."""
-    title = lambda axes: axes.get_title("left") or axes.get_title("center")
-    titles = [text for axes in figure.axes if (text := title(axes))]
-    labels = [text for axes in figure.axes for text in (axes.get_xlabel(), axes.get_ylabel()) if text]
+    """Describes a figure in words, such as ``"Plot: τ by batch size. Axes: batch size; τ."``."""
+    titles = [axes.get_title("left") or axes.get_title("center") for axes in figure.axes]
+    titles = [title for title in titles if title]
+    labels = [
+        text for axes in figure.axes for text in (axes.get_xlabel(), axes.get_ylabel()) if text
+    ]
     text = f"Plot: {'; '.join(titles) or 'untitled'}."
     return f"{text} Axes: {'; '.join(dict.fromkeys(labels))}." if labels else text
 

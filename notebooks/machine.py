@@ -1,7 +1,10 @@
-"""Selects the machine, models and vLLM of the notebooks for GPUs from environment variables.
+"""What the notebooks for GPUs read: a validation's report and a record of examples/h200.py.
 
-A missing part (GPU, weights, vLLM) has a stand-in. A banner at the top of each notebook names the
-stand-ins.
+    python -m notebooks.machine             # on a GPU: writes both, with the variables' options
+    python -m notebooks.machine --quick     # with more options of `pytest validation`
+
+The notebooks read both. Committed records replace what was not measured here, and a banner at the
+top of each notebook names them.
 """
 
 from __future__ import annotations
@@ -10,34 +13,31 @@ import contextlib
 import dataclasses
 import functools
 import html
+import json
 import os
 import re
-from collections.abc import Callable, Mapping
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
 from eagle3_jax.measure.environment import cpu_model
-from eagle3_jax.measure.gpu import gpu_problem, has_gpu, on_gpu
+from eagle3_jax.measure.gpu import has_gpu
+from eagle3_jax.measure.tables import Table
 from eagle3_jax.models.layers import PRECISIONS
 from eagle3_jax.theory.accelerators import KNOWN_ACCELERATORS, Accelerator
-from validation.device import environment_of_vllm
-from validation.engines.memory import SHARE_OF_VLLM, share_memory
-from validation.engines.vllm.bridge import VLLM, VLLMError
-from validation.engines.vllm.process import Process
-from validation.engines.vllm.server import Servers
+from validation.engines.memory import SHARE_OF_VLLM
 from validation.fixtures import installed_python
-from validation.runs import Report, Verdict, load
-from validation.speeds import shared_dtype
-from validation.subject import SHIPPED, Pair, Setting, Subject, choose
+from validation.runs import Check, Report, Verdict, load
+from validation.subject import SHIPPED, Setting, choose
 
-# Each corresponds to an option of `pytest validation`. Notebooks have no command line.
+# Most correspond to an option of `pytest validation`.
 VARIABLES = {
     "EAGLE3_TARGET": "directory or hub id of the target",
     "EAGLE3_DRAFTER": "directory or hub id of its EAGLE-3 head",
     "EAGLE3_PROMPTS": f"JSONL files of prompts, joined by {os.pathsep!r}",
-    "EAGLE3_DTYPE": f"main precision: {', '.join(PRECISIONS)}",
+    "EAGLE3_DTYPE": f"precision of the speeds that are shown: {', '.join(PRECISIONS)}",
     "EAGLE3_VLLM_PYTHON": (
         "interpreter of an environment with vLLM; 'installed': the environment of `make vllm`"
     ),
@@ -48,12 +48,23 @@ VARIABLES = {
     "EAGLE3_ATTENTION": "xla: attention without the kernel; the library reads it",
 }
 _URLS = ("EAGLE3_VLLM_URL", "EAGLE3_VLLM_PLAIN_URL")
-RESULTS = Path(__file__).resolve().parent.parent / "validation" / "results"
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "validation" / "results"
+MEASURED = ROOT / "build" / "gpu"  # what was measured on this machine
+REPORT = MEASURED / "report.json"
+ROUNDS = MEASURED / "h200.json"
 UNIT_PRICE = 1.0  # if EAGLE3_PRICE_PER_HOUR is not set
 
 
+def _python_named(text: str) -> Path:
+    return installed_python() if text == "installed" else Path(text).expanduser()
+
+
 _ADDRESS = "the address of a server, such as http://localhost:8000"
-_PYTHON = "the file of a Python with vLLM, or 'installed' after `make vllm`; there is no file of this name"
+_PYTHON = (
+    "the file of a Python with vLLM, or 'installed' after `make vllm`; there is no file of this"
+    " name"
+)
 # How a variable is read, which values are valid, and what was expected; other variables are any
 # text.
 _CHECKS: dict[str, tuple[Callable[[str], Any], Callable[[Any], bool], str]] = {
@@ -63,9 +74,7 @@ _CHECKS: dict[str, tuple[Callable[[str], Any], Callable[[Any], bool], str]] = {
         "files; there is no file of this name",
     ),
     "EAGLE3_DTYPE": (str, PRECISIONS.__contains__, f"one of {', '.join(PRECISIONS)}"),
-    "EAGLE3_VLLM_PYTHON": (
-        lambda text: installed_python() if text == "installed" else Path(text).expanduser(), Path.is_file, _PYTHON
-    ),
+    "EAGLE3_VLLM_PYTHON": (_python_named, Path.is_file, _PYTHON),
     **{name: (str, re.compile(r"https?://[^/]").match, _ADDRESS) for name in _URLS},
     "EAGLE3_VLLM_MEMORY": (float, lambda share: 0 < share < 1, "a share between 0 and 1"),
     "EAGLE3_PRICE_PER_HOUR": (float, lambda price: 0 < price < float("inf"), "a price above 0"),
@@ -75,7 +84,7 @@ _CHECKS: dict[str, tuple[Callable[[str], Any], Callable[[Any], bool], str]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """The environment variables of :data:`VARIABLES` by the ends of their names; ``None`` for those that are not set."""
+    """The variables of :data:`VARIABLES` by the ends of their names; ``None`` if not set."""
 
     target: str | None = None
     drafter: str | None = None
@@ -100,6 +109,7 @@ class Configuration:
         for name in environ:
             if name.startswith("EAGLE3_") and name not in VARIABLES:
                 raise ValueError(f"{name} is not known; the variables are {', '.join(VARIABLES)}")
+
             text = environ[name].strip()
             if not text or name not in VARIABLES:
                 continue
@@ -111,16 +121,33 @@ class Configuration:
                 wrong = True
             if wrong:
                 raise ValueError(f"{name} is {text!r}; expected {expected}")
+
         pair = {"EAGLE3_TARGET", "EAGLE3_DRAFTER"}
         if len(pair & values.keys()) == 1:
             raise ValueError(f"a head fits one target only; set {(pair - values.keys()).pop()} too")
         if "EAGLE3_VLLM_PYTHON" in values and set(_URLS) & values.keys():
             raise ValueError("EAGLE3_VLLM_PYTHON and EAGLE3_VLLM_URL name two vLLMs; set one")
-        return cls(**{name.removeprefix("EAGLE3_").lower(): value for name, value in values.items()})
+        return cls(
+            **{name.removeprefix("EAGLE3_").lower(): value for name, value in values.items()}
+        )
+
+    def options(self) -> list[str]:
+        """Returns the options of ``pytest validation`` that the variables stand for."""
+        named = {
+            "--target": self.target,
+            "--drafter": self.drafter,
+            "--vllm-python": self.vllm_python,
+            "--vllm-url": self.vllm_url,
+            "--vllm-plain-url": self.vllm_plain_url,
+            "--vllm-memory": self.vllm_memory,
+            "--price-per-hour": self.price_per_hour,
+        }
+        options = [f"--prompts={file}" for file in self.prompts]
+        return options + [f"{name}={value}" for name, value in named.items() if value is not None]
 
 
 class Part(NamedTuple):
-    """One thing that the numbers depend on: its name, whether it is real or a stand-in, and its description."""
+    """One thing that the numbers depend on: its name, whether it is real, and its description."""
 
     name: str
     real: bool
@@ -143,17 +170,20 @@ class Banner(NamedTuple):
         if self.missing:
             names = ", ".join(part.name for part in self.missing)
             edge = "#d97634"
-            message = f"Stand-ins: {names}. Do not quote their numbers as measurements of the real parts."
+            message = (
+                f"Stand-ins: {names}. Do not quote their numbers as measurements of the real parts."
+            )
         rows = "".join(
-            "<tr><td"
-            f" style='white-space:nowrap'>{'&#10003; real' if part.real else '&#9888; stand-in'}</td><td><b>{html.escape(part.name)}</b></td><td"
-            f" style='text-align:left'>{html.escape(part.text)}</td></tr>"
+            f"<tr><td style='white-space:nowrap'>"
+            f"{'&#10003; real' if part.real else '&#9888; stand-in'}</td>"
+            f"<td><b>{html.escape(part.name)}</b></td>"
+            f"<td style='text-align:left'>{html.escape(part.text)}</td></tr>"
             for part in self.parts
         )
         return (
-            f"<div class='eagle3-banner' style='border-left:6px solid {edge};padding:.4em"
-            " 1em;margin:.5em"
-            f" 0;background:{edge}14'><b>{html.escape(message)}</b><table>{rows}</table></div>"
+            f"<div class='eagle3-banner' style='border-left:6px solid {edge};padding:.4em 1em;"
+            f"margin:.5em 0;background:{edge}14'>"
+            f"<b>{html.escape(message)}</b><table>{rows}</table></div>"
         )
 
 
@@ -166,52 +196,65 @@ class Result(NamedTuple):
 
     def _repr_html_(self) -> str:
         kind = "measured here" if self.real else "rehearsal with stand-ins"
-        cells = "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in (self.text, kind))
+        cells = "".join(
+            f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in (self.text, kind)
+        )
         return (
-            f"<table><tr class='eagle3-result'><td><b>{html.escape(self.name)}</b></td>{cells}</tr></table>"
+            "<table><tr class='eagle3-result'>"
+            f"<td><b>{html.escape(self.name)}</b></td>{cells}</tr></table>"
         )
 
 
-@dataclasses.dataclass(eq=False)
+class Figures(NamedTuple):
+    """The figures of one part of examples/h200.py, and where they were measured."""
+
+    figures: Mapping[str, Any]
+    origin: str
+
+    def seconds(self, cell: str) -> float:
+        """Returns the median time of a round of a cell."""
+        return self.figures[cell]["seconds_per_round"]["median"]
+
+
+class Speed(NamedTuple):
+    """A row of a table of level L9: the speed of one method at one batch size."""
+
+    method: str
+    batch: int
+    tokens_per_second: float
+    ratio: float  #: Over plain decoding of the same table, with quartiles ``low`` and ``high``.
+    low: float
+    high: float
+    tau: float
+    waits: Mapping[str, tuple[float, float]]  #: Milliseconds: median and 99th percentile.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """This machine, and the stand-ins for the parts that it lacks."""
+    """What was measured on this machine, and the committed records of what was not."""
 
     configuration: Configuration  #: From the environment.
-    subject: Subject  #: Target, head and prompts.
-    on_gpu: bool  #: Whether JAX computes on a GPU.
-    has_gpu: bool  #: Whether there is an NVIDIA GPU, from which JAX may have been kept.
+    report: Report  #: A run of the validation.
+    is_own_report: bool  #: Whether it was written on this machine.
+    own_rounds: Mapping[str, Any] | None  #: A record of examples/h200.py of this machine.
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the report is that of a GPU of this machine."""
+        return self.is_own_report and self.report.gpu and not self.report.rehearsal
 
     @property
     def device(self) -> str:
-        """Name of the device for figures and tables."""
-        if self.on_gpu:
-            return jax.devices()[0].device_kind
-        return f"CPU: {cpu_model()}, {os.cpu_count()} cores"
+        """Name of the device of the report, for figures and tables."""
+        facts = self.report.environment
+        device = facts["jax"]["device"]
+        cpu = facts["cpu"]
+        return f"CPU: {cpu['model']}, {cpu['cores']} cores" if device == "cpu" else device
 
     @property
     def accelerator(self) -> Accelerator | None:
         """Data sheet of this device; ``None`` for a CPU or an unknown device."""
-        return datasheet_of(jax.devices()[0].device_kind) if self.on_gpu else None
-
-    @property
-    def dtype(self) -> str:
-        """The main precision."""
-        return self.subject.dtypes[0]
-
-    @property
-    def shared_dtype(self) -> str:
-        """The main precision, or the nearest one that other engines support."""
-        return shared_dtype(self.dtype)
-
-    @property
-    def pair(self) -> Pair:
-        """Target and head in the main precision."""
-        return self.subject.pair(self.dtype)
-
-    @property
-    def setting(self) -> Setting:
-        """Setting of the validation for this configuration."""
-        return _setting(self.configuration, self.on_gpu)
+        return datasheet_of(self.device) if self.on_gpu else None
 
     @property
     def price_per_hour(self) -> float:
@@ -224,71 +267,69 @@ class Machine:
         assumed = "" if self.configuration.price_per_hour else " (assumed)"
         return f"at {self.price_per_hour:g} per hour{assumed}"
 
-    def amount(self, *, cpu: Any, gpu: Any) -> Any:
-        """Chooses the amount of work by device."""
-        return gpu if self.on_gpu else cpu
-
-    @functools.cached_property
-    def vllm(self) -> VLLM | None:
-        """The configured vLLM, connected at the first access; ``None`` without one.
+    def checks(self, level: str, start: str) -> list[Check]:
+        """Returns the checks of a level that passed and whose names start so.
 
         Raises:
-            VLLMError: The configured vLLM does not answer. The message is one line with the reason.
+            AssertionError: One of them failed.
         """
-        configuration = self.configuration
-        if urls := [url for url in (configuration.vllm_url, configuration.vllm_plain_url) if url is not None]:
-            return Servers(urls)
-        if configuration.vllm_python is None:
-            return None
-        environment = environment_of_vllm() if self.on_gpu else {}
-        return Process(
-            configuration.vllm_python,
-            environment=environment,
-            memory_share=configuration.vllm_memory,
-        )
-
-    @property
-    def vllm_process(self) -> Process | None:
-        """The configured vLLM if it is a process of this machine."""
-        return self.vllm if isinstance(self.vllm, Process) else None
-
-    def draft_tokens(self, num_tokens: int) -> int:
-        """``K`` for a comparison with vLLM: ``wanted``, or the fixed one of a running server."""
-        if isinstance(self.vllm, Servers):
-            for server in self.vllm.servers:
-                if server.speculates:
-                    return len(server.counters().get("num_accepted_tokens_per_pos", ())) or num_tokens
-        return num_tokens
+        named = [check for check in self.report[level].checks if check.name.startswith(start)]
+        for check in named:
+            assert check.verdict is not Verdict.FAILED, f"{check.name}: {check.reason}"
+        return [check for check in named if check.verdict is Verdict.PASSED]
 
     @functools.cached_property
-    def record(self) -> Report:
-        """The newest committed run of the validation; replaces missing parts."""
-        return newest_record(RESULTS)
+    def speeds(self) -> list[Speed]:
+        """The speeds of level L9 whose baseline is plain decoding in the chosen precision.
 
-    def exactly(self) -> None:
-        """Sets products to float32 precision, as in the checks. Timings use the default precision."""
-        if self.on_gpu:
-            jax.config.update("jax_default_matmul_precision", "highest")
+        On a GPU the shipped pair waits for launches, so a shape with random weights replaces it.
+        """
+        checks = self.checks("L9", "speed")
+        tables = [table for check in checks for table in check.tables if _is_of_speeds(table)]
+        dtype = self.configuration.dtype or (tables[0].rows[0][1] if tables else "")
+        tables = [table for table in tables if table.rows[0][1] == dtype]
+        if not tables:
+            raise ValueError(f"the report has no speeds in {dtype or 'any precision'} (level L9)")
+
+        models = [_model_of(table) for table in tables]
+        chosen = [table for table, model in zip(tables, models, strict=True) if model == models[0]]
+        # A method that was not measured has a row without a speed.
+        rows = [row for table in chosen for row in table.rows if row[3] != ""]
+        return list({tuple(row[:3]): _read_speed(row) for row in rows}.values())
+
+    def rounds(self, part: str) -> Figures | None:
+        """Returns the figures of a part of examples/h200.py; ``None`` if there are none."""
+        figures = (self.own_rounds or {}).get("parts", {}).get(part, {}).get("figures")
+        return Figures(figures, "this machine") if figures else _committed_rounds().get(part)
 
     def verdict(self, name: str, text: str, *, needs: str = "") -> Result:
-        """Makes a row of the joined report. ``needs``: ``vLLM`` or ``price`` if the result depends on it."""
+        """Makes a row of the joined report, which depends on ``needs`` (see :meth:`banner`) too."""
         return Result(name, text, not self.banner(needs).missing)
 
     def banner(self, *also: str) -> Banner:
-        """Real parts and stand-ins: device, pair, and those of ``vLLM`` and ``price`` in ``also``."""
-        device = f"no GPU: {self.device}"
-        if self.on_gpu:
-            device = f"{self.device}, 1 of {jax.device_count()}"
-        elif self.has_gpu:
-            device = f"JAX_PLATFORMS keeps jax from the NVIDIA GPU that is here: {self.device}"
-        pair = f"{self.subject.name}, {self.dtype}"
-        is_own_pair = self.subject.name != SHIPPED
-        if not is_own_pair:
-            why = self.subject.reason or "no weights set (EAGLE3_TARGET, EAGLE3_DRAFTER)"
-            pair = f"{why}; the shipped pair, {self.dtype}"
+        """Real parts and stand-ins: device and pair, and ``vLLM``, ``rounds`` or ``price``."""
+        source = described(self.report)
+        device = self.device
+        if not self.on_gpu:
+            here = "a GPU that was not measured" if has_gpu() else f"no GPU: CPU: {cpu_model()}"
+            device = (
+                f"{here}; {'a run' if self.is_own_report else 'the committed record'} of {source}"
+            )
+        is_own_pair = SHIPPED not in self.report.compared
+        pair = self.report.compared
         parts = [Part("device", self.on_gpu, device), Part("pair", is_own_pair, pair)]
+
         if "vLLM" in also:
-            parts.append(self._vllm())
+            # The CPU build of vLLM has different kernels.
+            facts = self.report.environment.get("vllm", {})
+            is_real = self.on_gpu and facts.get("device", "cpu") != "cpu"
+            text = f"vLLM {facts['vllm']}" if facts else "vLLM did not run"
+            parts.append(Part("vLLM", is_real, f"{text}; {source}"))
+        if "rounds" in also:
+            origins = {part: figures.origin for part, figures in _committed_rounds().items()}
+            committed = "; ".join(f"{part}: {origin}" for part, origin in origins.items())
+            is_real = self.own_rounds is not None
+            parts.append(Part("rounds", is_real, "this machine" if is_real else committed))
         if "price" in also:
             price = f"{self.price_per_hour:g} per hour"
             real = self.configuration.price_per_hour is not None
@@ -296,61 +337,98 @@ class Machine:
             parts.append(Part("price", real, f"{price} (EAGLE3_PRICE_PER_HOUR)" if real else unset))
         return Banner(tuple(parts))
 
-    def _vllm(self) -> Part:
-        try:
-            versions = self.vllm.versions if self.vllm is not None else None
-        except VLLMError as error:
-            raise SystemExit(f"error: {error}") from None
-        if versions is None:
-            why = "no vLLM set (EAGLE3_VLLM_PYTHON, EAGLE3_VLLM_URL)"
-            return Part("vLLM", False, f"{why}; the committed record of {described(self.record)}")
-        where = versions.get("device", "a server")
-        # With a GPU, the CPU build of vLLM is a stand-in: it has different kernels.
-        return Part("vLLM", not (self.on_gpu and where == "cpu"), f"vLLM {versions['vllm']}, on {where}")
-
 
 def start(environ: Mapping[str, str] = os.environ) -> Machine:
-    """Reads the environment and the machine and sets JAX's share of the memory; loads no model.
+    """Reads the environment, the report and the record; loads no model.
 
     Raises:
-        SystemExit: A variable is invalid, or this jax cannot use the GPU of the machine. The
-            message is one line.
+        SystemExit: A variable or a file is invalid. The message is one line.
     """
     try:
         configuration = Configuration.read(environ)
-        share_memory()
-        problem = gpu_problem()
-        if problem is not None:
-            raise ValueError(problem)
-        gpu = on_gpu()
-        subject = choose(_setting(configuration, gpu))
+        setting = Setting(
+            target=configuration.target,
+            drafter=configuration.drafter,
+            prompt_files=configuration.prompts,
+        )
+        choose(setting)
+        report = load(REPORT) if REPORT.is_file() else newest_record(RESULTS)
+        rounds = json.loads(ROUNDS.read_text("utf-8")) if ROUNDS.is_file() else None
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
-    if configuration.dtype is not None:
-        subject = dataclasses.replace(subject, dtypes=(configuration.dtype,))
-    return Machine(configuration, subject, gpu, has_gpu())
-
-
-def _setting(configuration: Configuration, gpu: bool) -> Setting:
-    return Setting(
-        gpu=gpu,
-        quick=not gpu,
-        target=configuration.target,
-        drafter=configuration.drafter,
-        prompt_files=configuration.prompts,
-        price_per_hour=configuration.price_per_hour,
+    return Machine(
+        configuration=configuration,
+        report=report,
+        is_own_report=REPORT.is_file(),
+        own_rounds=rounds,
     )
 
 
+def main(options: Sequence[str]) -> int:
+    """Runs the validation and examples/h200.py on a GPU; returns 1 if one of them fails."""
+    start()  # refuses invalid variables before hours of work
+    if not has_gpu():
+        print("There is no GPU, so the notebooks read the committed records.")
+        return 0
+    chosen = [*Configuration.read(os.environ).options(), *options]
+    validation = ["-m", "pytest", "validation", "--gpu", f"--report-dir={MEASURED}", *chosen]
+    measure = [str(ROOT / "examples" / "h200.py"), f"--output={ROUNDS}"]
+    MEASURED.mkdir(parents=True, exist_ok=True)
+    codes = [
+        subprocess.run([sys.executable, *command], cwd=ROOT, check=False).returncode
+        for command in (validation, measure)
+    ]
+    return int(any(codes))
+
+
+def _is_of_speeds(table: Table) -> bool:
+    is_over_plain = table.rows and table.rows[0][0].startswith("plain")
+    return "Speed at batch" in table.title and "No claim" not in table.title and is_over_plain
+
+
+def _model_of(table: Table) -> str:
+    return table.title.partition("Speed at batch")[0]
+
+
+def _read_speed(row: Sequence[Any]) -> Speed:
+    """Reads a row of a table with the columns of :data:`validation.speeds.COLUMNS`."""
+    low, high = row[6].split(" to ")
+    waits = {"TTFT": (row[8], row[9]), "TPOT": (row[10], row[11])}
+    return Speed(row[0], row[2], row[3], row[5], float(low), float(high), row[7], waits)
+
+
+@functools.cache
+def _committed_rounds() -> dict[str, Figures]:
+    """Parts of examples/h200.py that were measured on one H100 or one H200."""
+    h100 = json.loads((RESULTS / "nvidia-h100.json").read_text("utf-8"))
+    h200 = json.loads((RESULTS / "nvidia-h200.json").read_text("utf-8"))
+    facts = {fact["name"]: fact for fact in h100["facts"]}
+    device = {
+        "error of float32": facts["float32"]["highest"],
+        "bytes_per_second": {"copy": 1e12 * facts["bandwidth, copy"]["tb_per_second"]},
+    }
+    parts = {
+        "device": Figures(device, f"{h100['device']}, {h100['date']}"),
+        "round": Figures(h100["rounds"]["figures"], f"{h100['device']}, {h100['date']}"),
+    }
+    for part in ("bits", "weights"):
+        parts[part] = Figures(h200["h200"][part], f"{h200['device']}, {h200['date']}")
+    return parts
+
+
 def datasheet_of(kind: str) -> Accelerator | None:
-    """Finds the accelerator of a device name such as ``NVIDIA H100 80GB HBM3``; ``None`` if it is unknown."""
+    """Finds the accelerator of a device name such as ``NVIDIA H100 80GB HBM3``; else ``None``."""
     words = set(re.split(r"[\s\-_/]+", kind.lower()))
-    named = [accelerator for key, accelerator in KNOWN_ACCELERATORS.items() if set(key.split("-")) <= words]
+    named = [
+        accelerator
+        for key, accelerator in KNOWN_ACCELERATORS.items()
+        if set(key.split("-")) <= words
+    ]
     return max(named, key=lambda accelerator: len(accelerator.name), default=None)
 
 
 def newest_record(directory: Path) -> Report:
-    """Loads the latest committed run of ``pytest validation`` without a failure, or the latest of all."""
+    """Loads the latest committed run of ``pytest validation``, one without a failure if any."""
     reports = []
     for file in directory.glob("*.json"):
         with contextlib.suppress(ValueError):  # a benchmark, a comparison
@@ -367,3 +445,7 @@ def described(record: Report) -> str:
     rival = facts.get("vllm", {})
     engines = f", with vLLM {rival['vllm']} on {rival.get('device', 'a server')}" if rival else ""
     return f"{record.started[:10]}, {where}{engines}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,9 +1,9 @@
-"""Joins the executed notebooks of build/notebooks/gpu to one page that needs no network, build/gpu-notebooks.html.
+"""Joins the executed notebooks of build/notebooks/gpu to one page, build/gpu-notebooks.html.
 
-The page starts with one table of verdicts. The code is folded.
+The page needs no network. It starts with one table of verdicts. The code is folded.
 
-python notebooks/run.py notebooks/gpu
-python notebooks/report.py
+    python notebooks/run.py notebooks/gpu
+    python notebooks/report.py
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def main() -> int:
             expected=sorted(path.stem for path in (HERE / "gpu").glob("[0-9]*.py")),
         )
     except ModuleNotFoundError as error:
-        parser.error(f"{error.name} is not installed; install it with: pip install -e '.[notebooks]'")
+        parser.error(
+            f"{error.name} is not installed; install it with: pip install -e '.[notebooks]'"
+        )
     except ValueError as error:
         parser.error(str(error))
     options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -90,14 +92,17 @@ def page(folder: Path, *, expected: Sequence[str] = ()) -> str:
     import nbformat
     from nbconvert import HTMLExporter
 
-    notebooks = {file.stem: nbformat.read(file, as_version=4) for file in sorted(folder.glob("[0-9]*.ipynb"))}
+    notebooks = {
+        file.stem: nbformat.read(file, as_version=4) for file in sorted(folder.glob("[0-9]*.ipynb"))
+    }
     if not notebooks:
         raise ValueError(
-            f"no executed notebook in {folder}; run them first: python notebooks/run.py notebooks/gpu"
+            f"no executed notebook in {folder}; run them first: python notebooks/run.py"
+            " notebooks/gpu"
         )
 
     def within(link: re.Match[str]) -> str:
-        """Replaces a link to a notebook of the page by its anchor, and a link to another file by its text."""
+        """Replaces a link to a notebook by its anchor, and a link to another file by its text."""
         text = link[1]
         name = Path(link[2]).stem
         return f"[{text}](#{name})" if name in notebooks else text
@@ -113,7 +118,9 @@ def page(folder: Path, *, expected: Sequence[str] = ()) -> str:
     for number, cell in enumerate(cells):
         cell["id"] = f"cell-{number}"
     joined = nbformat.v4.new_notebook(cells=cells, metadata={"title": TITLE})
-    exporter = HTMLExporter(template_name="lab", exclude_input_prompt=True, exclude_output_prompt=True)
+    exporter = HTMLExporter(
+        template_name="lab", exclude_input_prompt=True, exclude_output_prompt=True
+    )
     body, _ = exporter.from_notebook_node(joined)
     return _SCRIPTS.sub("", body).replace("</head>", f"{_STYLE}</head>", 1)
 
@@ -126,9 +133,13 @@ def _top(notebooks: dict[str, Any], names: list[str]) -> str:
             lines.append(f"<li>{html.escape(name)}: not executed</li>")
             continue
         cells = notebooks[name].cells
-        title = next((cell.source for cell in cells if cell.cell_type == "markdown"), "").partition("\n")[0]
+        title = next((cell.source for cell in cells if cell.cell_type == "markdown"), "").partition(
+            "\n"
+        )[0]
         title = title.lstrip("# ") if title.startswith("# ") else name
-        failed = any(output.output_type == "error" for cell in cells for output in cell.get("outputs", ()))
+        failed = any(
+            output.output_type == "error" for cell in cells for output in cell.get("outputs", ())
+        )
         mark = " (stopped at an error)" if failed else ""
         lines.append(f'<li><a href="#{name}">{html.escape(title)}</a>{mark}</li>')
     when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
@@ -148,16 +159,21 @@ def _shown(notebooks: dict[str, Any]) -> list[str]:
 
 
 def _results(notebooks: dict[str, Any]) -> str:
-    """One table of all verdicts. A verdict that is missing has a row with the notebook that should find it."""
+    """One table of all verdicts. A missing one has a row with the notebook that should find it."""
     rows_by_name = {row[1]: row[0] for text in _shown(notebooks) for row in _RESULT.finditer(text)}
     head = "<tr><th>verdict</th><th>result</th><th>source</th></tr>"
-    missing = "<tr><td><b>{0}</b></td><td>no result: see notebook {1}</td><td>not measured</td></tr>"
-    rows = [rows_by_name.pop(name, missing.format(name, notebook)) for name, notebook in VERDICTS.items()]
+    missing = (
+        "<tr><td><b>{0}</b></td><td>no result: see notebook {1}</td><td>not measured</td></tr>"
+    )
+    rows = [
+        rows_by_name.pop(name, missing.format(name, notebook))
+        for name, notebook in VERDICTS.items()
+    ]
     return f"<table>{head}{''.join([*rows, *rows_by_name.values()])}</table>"
 
 
 def _banner(notebooks: dict[str, Any]) -> str:
-    """Rows of all banners without repetition: the real parts and the stand-ins of the whole report."""
+    """Rows of all banners without repetition: real parts and stand-ins."""
     banners = [banner for text in _shown(notebooks) for banner in _BANNER.findall(text)]
     rows = list(dict.fromkeys(row for banner in banners for row in _ROW.findall(banner)))
     if not rows:

@@ -68,7 +68,7 @@ def run(source: Path, output: Path) -> str | None:
 
 
 def as_ipynb(source: Path) -> str:
-    """Converts a source to an ``.ipynb`` without outputs. Cells are numbered, so diffs are small."""
+    """Converts a source to an ``.ipynb`` without outputs. Cells are numbered for small diffs."""
     notebook = jupytext.read(source)
     for number, cell in enumerate(notebook.cells):
         cell["id"] = f"cell-{number}"
@@ -84,7 +84,7 @@ def as_ipynb(source: Path) -> str:
 
 
 def execute(source: Path, output: Path) -> str | None:
-    """Executes one notebook in its own folder and writes it with its outputs; returns the problem, or ``None``."""
+    """Executes one notebook in its own folder and writes it with outputs; returns the problem."""
     pair = source.with_suffix(".ipynb")
     if not pair.is_file() or pair.read_text(encoding="utf-8") != as_ipynb(source):
         return f"{pair.name} differs from {source.name}; run: notebooks/run.py --sync {source.name}"
@@ -112,7 +112,9 @@ def execute(source: Path, output: Path) -> str | None:
     for number, cell in enumerate(notebook.cells):
         for cell_output in cell.get("outputs", ()):
             if cell_output.get("name") == "stderr":
-                problem = problem or f"cell {number} wrote to stderr: {cell_output['text'].strip()[:300]}"
+                problem = (
+                    problem or f"cell {number} wrote to stderr: {cell_output['text'].strip()[:300]}"
+                )
             if alt := cell_output.get("metadata", {}).get("image/png", {}).get("alt"):
                 cell.metadata["mystnb"] = {"image": {"alt": alt}}  # the site reads it from the cell
     output.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,6 @@
-"""Makes the pictures of the pages from a run of the shipped pair and from records, and the figures that pages quote.
+"""Makes the pictures of the pages, and the figures that pages quote, from a run and from records.
 
-python docs/pictures/make.py        # half a minute on a CPU; writes *.svg and real_run.json into
-its own folder
+python docs/pictures/make.py        # half a minute on a CPU; writes into its own folder
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from matplotlib.figure import Figure
 import eagle3_jax as e3
 from eagle3_jax.measure.trace import record
 from eagle3_jax.theory.speedup import tau_from_conditional_rate
-from eagle3_jax.tree import causal_mask
+from eagle3_jax.tree import ancestor_mask, causal_mask
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1] / "notebooks"), str(HERE.parent / "recorded")]
@@ -118,10 +117,13 @@ def _tree(target: e3.LoadedTarget, head: e3.LoadedDrafter) -> dict[str, Any]:
     """The round of a small tree with the most kinds of nodes: accepted, rejected, never visited."""
     shape = e3.DynamicTree(num_nodes=16, max_depth=4, top_k=4)
     run = _record(e3.SpeculativeDecoder(target, head, tree=shape))
-    count_kinds = lambda round_: len(set(trees.statuses(round_["parents"], round_["path"])))
-    round_ = max(
-        run.prompts[0]["rounds"], key=lambda round_: (count_kinds(round_), round_["num_accepted"])
-    )
+
+    def variety(round_: dict[str, Any]) -> tuple[int, int]:
+        """The number of kinds of nodes, then that of accepted ones."""
+        kinds = {*trees.statuses(round_["parents"], round_["path"])}
+        return len(kinds), round_["num_accepted"]
+
+    round_ = max(run.prompts[0]["rounds"], key=variety)
     status = trees.statuses(round_["parents"], round_["path"])
     end = round_["path"][-1] if round_["path"] else 0
     added = style.CORRECTED if end in round_["parents"] else style.BONUS
@@ -132,11 +134,8 @@ def _tree(target: e3.LoadedTarget, head: e3.LoadedDrafter) -> dict[str, Any]:
     _write(
         trees.tree(words, [*round_["parents"], end], status=[*status, added], title=title), "tree"
     )
-    nodes = np.asarray(round_["parents"])
-    above = np.eye(nodes.size, dtype=bool)
-    for node, parent in enumerate(nodes):
-        if parent >= 0:
-            above[node] |= above[parent]
+
+    (above,) = ancestor_mask(jnp.array([round_["parents"]]), shape.max_depth)
     _write(trees.mask_map(above, words[:-1], title="Tree attention mask"), "mask")
     return {
         "tree_nodes": len(round_["tokens"]),

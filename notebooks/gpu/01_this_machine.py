@@ -14,10 +14,14 @@
 # %% [markdown]
 # # 01 · This machine
 #
-# This notebook checks whether this machine is ready for the other three notebooks. It runs in
-# seconds, on a GPU or a laptop CPU. It answers four questions:
+# The four notebooks of this series measure nothing themselves. They read two files and explain them:
 #
-# - Which numbers will be measured here, and which will come from a stand-in?
+# - the report of the [validation](../../docs/validation.md), `pytest validation --gpu`;
+# - the record of [h200.py](../../examples/h200.py), which times rounds at the shape of Llama-3.1-8B.
+#
+# This notebook shows which files are read, and whether the machine computes what it should:
+#
+# - Which numbers are of this machine, and which come from a stand-in?
 # - Do float32 products have float32 precision?
 # - Does the same program give the same bits twice?
 # - Do two engines fit into the memory?
@@ -34,40 +38,44 @@ first_cell.start(repository=True, device=False)
 import machine
 
 here = machine.start()
-here.banner("vLLM", "price")
+here.banner("vLLM", "rounds", "price")
 
 # %% [markdown]
-# The box above is at the top of every notebook of this series. A *real* part is the one that the
-# notebook is about. A *stand-in* replaces a missing part: the shipped pair replaces weights, a CPU
-# replaces a GPU, and the committed record of an earlier run replaces vLLM.
+# The box above is at the top of every notebook of this series. A *real* part was measured on this
+# machine. A *stand-in* is a committed record: of a validation on a CPU with the shipped pair, and of
+# rounds on one H100 and one H200.
+#
+# ## Measure this machine
+#
+# `make gpu-notebooks` writes both files into `build/gpu` and runs the notebooks. In a checkout
+# without make, and before you open the notebooks in Jupyter:
+#
+# ```bash
+# python -m notebooks.machine             # all checks, then the rounds; give it again to continue the rounds
+# python -m notebooks.machine --quick     # one case of most checks, in 14 minutes, then the rounds
+# ```
 #
 # ## Environment variables
 #
-# Set them before you start Jupyter or `make gpu-notebooks`. They have the meaning of the options of
-# `pytest validation`. A misspelled variable raises an error. Otherwise the notebooks would silently
-# measure the shipped pair.
+# Set them before. They have the meaning of the options of `pytest validation`. A misspelled
+# variable raises an error. Otherwise the shipped pair would be measured silently.
 
 # %% tags=["hide-input"]
 import os
-import shutil
-import subprocess
 
-import jax
-import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 from IPython.display import Markdown
 from pictures.style import SERIES
 
-from eagle3_jax import SpeculativeDecoder
-from eagle3_jax.measure.environment import environment
 from eagle3_jax.measure.tables import flat, show, to_markdown
 from eagle3_jax.models.config import usual_head
 from eagle3_jax.theory.accelerators import accelerator_named
 from eagle3_jax.theory.bounds import largest_batch
 from eagle3_jax.theory.known_models import KNOWN_MODELS
 from eagle3_jax.theory.memory import Deployment, memory_plan
-from validation import device
+from validation.device import share_of_jax
+from validation.runs import Verdict, verdict_lines
 
 refused = []
 for environ in ({"EAGLE3_TARGETS": "/models/Llama"}, {"EAGLE3_TARGET": "/models/Llama"}):
@@ -83,80 +91,59 @@ rows = [
 Markdown(to_markdown(["variable", "meaning", "here"], rows))
 
 # %% [markdown]
-# ## Installed versions and device
+# ## Verdicts of the validation
+#
+# A level is a claim. It passed only if every one of its checks ran and passed.
+
+# %%
+print(machine.described(here.report))
+print(here.report.summary, "\n")
+for _, line in verdict_lines(here.report):
+    print(line)
+failed = [name for name, level in here.report.levels.items() if level.verdict is Verdict.FAILED]
+assert not failed, f"levels that failed: {failed}"
 
 # %% tags=["hide-input"]
-facts = dict(flat(environment(target=here.configuration.target, drafter=here.configuration.drafter)))
-if shutil.which("nvidia-smi"):
-    fields = "name,driver_version,memory.total,clocks.max.sm,power.limit,ecc.mode.current"
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv"]
-    print(subprocess.run(command, capture_output=True, text=True).stdout.strip())
 shown = ("versions.", "jax.", "cpu.", "python", "platform", "target.sha256", "drafter.sha256")
-facts = [[name, str(fact)[:60]] for name, fact in facts.items() if name.startswith(shown)]
-Markdown(to_markdown(["fact", "value"], facts))
+facts = [
+    [name, str(fact)[:60]] for name, fact in flat(here.report.environment) if name.startswith(shown)
+]
+Markdown(to_markdown(["fact of the report", "value"], facts))
 
 # %% [markdown]
 # ## Precision of float32 products
 #
-# NVIDIA's tensor cores multiply float32 as TensorFloat-32 by default, with ten bits of mantissa.
-# Then greedy texts of two engines differ even without tied logits. The validation sets
-# `jax_default_matmul_precision = "highest"`. The cell compares such a product with float64, and
-# with operands rounded to TensorFloat-32.
+# NVIDIA's tensor cores multiply float32 as TensorFloat-32 by default, with ten bits of mantissa. The
+# error of a product is then about 1e-3. Greedy texts of two engines differ even without tied logits.
+# This library asks for all bits ([design notes](../../docs/design.md)). `h200.py` compares a product
+# with float64.
 
 # %%
-rng = np.random.default_rng(0)
-first_factor = rng.standard_normal((256, 1024), np.float32)
-second_factor = rng.standard_normal((1024, 256), np.float32)
-exact = first_factor.astype(np.float64) @ second_factor.astype(np.float64)
-
-
-def apart(product):
-    """Largest error over the root mean square of the exact product."""
-    return float(np.abs(np.asarray(product, np.float64) - exact).max() / np.sqrt(np.mean(exact**2)))
-
-
-def as_tensor_float_32(x):
-    """Ten bits of mantissa, rounded to nearest."""
-    bits = x.view(np.uint32)
-    return ((bits + 0x1000) & np.uint32(0xFFFFE000)).view(np.float32)
-
-
-with device.products("L5"):
-    highest = apart(jnp.asarray(first_factor) @ jnp.asarray(second_factor))
-default = apart(jnp.asarray(first_factor) @ jnp.asarray(second_factor))
-rounded = apart(
-    as_tensor_float_32(first_factor).astype(np.float64) @ as_tensor_float_32(second_factor).astype(np.float64)
-)
-print(f"largest error of a float32 product on {here.device}, relative to the result")
-print(f"  in the validation           {highest:.1e}")
-print(f"  default of JAX              {default:.1e}")
-print(f"  with TensorFloat-32 inputs  {rounded:.1e}")
-assert highest < 1e-5, "float32 products do not have float32 precision"
-assert rounded > 20 * highest, "the check does not distinguish TensorFloat-32 from float32"
+device = here.rounds("device")
+error = device.figures["error of float32"]
+print(f"largest error of a float32 product, relative to the result: {error:.1e} ({device.origin})")
+assert error < 1e-5, "float32 products do not have float32 precision"
 
 # %% [markdown]
 # ## Determinism of compiled programs
 #
-# Comparisons of bits use programs compiled with `validation.device.exact_options`. On a GPU these
-# options disable the choice of kernels by measured time. They also stop XLA from keeping excess
-# precision of bfloat16 values. The cell compiles a program twice and runs each twice.
+# Two compiled programs can add in a different order, so their bits may differ where the mathematics
+# is equal. `h200.py` compares pairs of runs: the texts, and every key and value in the cache. A run
+# or a compilation that is repeated must give the same bits. So must invariant decoding, with drafts
+# and without, and in any batch.
 
 # %%
-print("options of the compiler:", device.exact_options())
-
-
-def step(x, w):
-    return jax.nn.softmax(jnp.tanh(x @ w) @ w.T)
-
-
-bits = set()
-for _ in range(2):
-    jax.clear_caches()
-    program = jax.jit(step, compiler_options=device.exact_options())
-    for _ in range(2):
-        bits.add(np.asarray(program(jnp.asarray(first_factor), jnp.asarray(second_factor))).tobytes())
-assert len(bits) == 1, "the same program gives different bits"
-print(f"4 runs of 2 compilations, {len(bits)} result")
+bits = here.rounds("bits")
+pairs = {name: pair for name, pair in bits.figures.items() if "texts that part" in pair}
+rows = [
+    [name, pair["texts that part"], pair["arrays that differ"], pair["a difference means"]]
+    for name, pair in pairs.items()
+]
+for name, pair in pairs.items():
+    if name.endswith("twice") or name.startswith("invariant"):
+        assert not pair["texts that part"] and not pair["arrays that differ"], name
+columns = ["pair of runs", "texts that differ", "arrays that differ", "a difference would mean"]
+Markdown(f"Measured on {bits.origin}\n\n" + to_markdown(columns, rows))
 
 # %% [markdown]
 # ## Memory for two engines
@@ -170,7 +157,11 @@ print(f"4 runs of 2 compilations, {len(bits)} result")
 # %%
 NAME = "Llama-3.1-8B"
 share = here.configuration.vllm_memory
-devices = [here.accelerator] if here.accelerator else [accelerator_named("H100"), accelerator_named("H200")]
+devices = (
+    [here.accelerator]
+    if here.accelerator
+    else [accelerator_named("H100"), accelerator_named("H200")]
+)
 
 
 def plans(accelerator, weights):
@@ -187,7 +178,7 @@ def plans(accelerator, weights):
     )
     load = {"batch": 8, "context": 2048, "num_draft_tokens": 5, "prefill_tokens": 2048}
     return {
-        "JAX": memory_plan(deployment, **load, utilization=device.share_of_jax()),
+        "JAX": memory_plan(deployment, **load, utilization=share_of_jax()),
         "vLLM": memory_plan(deployment, **load, utilization=share),
     }
 
@@ -202,7 +193,11 @@ rows = [
     [*key, show(plan.total / 1e9), show(plan.budget / 1e9), "yes" if plan.fits else "NO"]
     for key, plan in plan_of.items()
 ]
-Markdown(to_markdown(["device (data sheet)", "weights", "engine", "GB needed", "GB available", "fits"], rows))
+Markdown(
+    to_markdown(
+        ["device (data sheet)", "weights", "engine", "GB needed", "GB available", "fits"], rows
+    )
+)
 
 # %% tags=["hide-input"]
 parts = ("target_weights", "head_weights", "target_cache", "head_cache", "activations", "reserve")
@@ -213,43 +208,26 @@ for part, colour in zip(parts, SERIES, strict=True):
     sizes = np.array([getattr(plan, part) / 1e9 for plan in plan_of.values()])
     axes.barh(names, sizes, left=left_edge, color=colour, label=part.replace("_", " "))
     left_edge += sizes
-axes.plot([plan.budget / 1e9 for plan in plan_of.values()], names, "k|", markersize=16, label="share")
+axes.plot(
+    [plan.budget / 1e9 for plan in plan_of.values()], names, "k|", markersize=16, label="share"
+)
 axes.invert_yaxis()
-axes.set(xlabel="GB on one device, by data sheet", title=f"Memory of {NAME} and its head in two engines")
+axes.set(
+    xlabel="GB on one device, by data sheet", title=f"Memory of {NAME} and its head in two engines"
+)
 axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")
 plt.show()
 for (name, weights, _), plan in plan_of.items():
     assert abs(sum(getattr(plan, part) for part in parts) - plan.total) < 1.0
     if weights == "bfloat16" and accelerator_named(name).memory_bytes >= 140e9:
         assert plan.fits, "two engines in bfloat16 fit into an H200"
-for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_CLIENT_MEM_FRACTION", "XLA_FLAGS"):
-    print(f"{name} = {os.environ.get(name, '(not set)')}")
-assert os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE"), "it must be set before the first use of the device"
-
-# %% [markdown]
-# ## Smallest end-to-end run
-#
-# The cell decodes one prompt in float32: without a drafter, and with a chain of three draft tokens.
-
-# %%
-pair = here.subject.pair("float32")
-prompt = here.subject.prompt_tokens[0][-64:]
-plain = SpeculativeDecoder(pair[0], stop_tokens=()).generate([prompt], max_new_tokens=24)
-fast = SpeculativeDecoder(*pair, num_speculative_tokens=3, stop_tokens=()).generate(
-    [prompt], max_new_tokens=24
-)
-assert fast.tokens == plain.tokens, "speculation changed the text"
-print(
-    f"{here.subject.name}: {len(fast.tokens[0])} tokens, same text; τ ="
-    f" {fast.stats.mean_acceptance_length:.2f}"
-)
 
 # %% [markdown]
 # ## Common mistakes
 #
 # **Checking determinism with one compilation.** One compiled program always repeats its result. In
 # the next compilation the autotuner can choose another kernel of equal speed, which adds in a
-# different order. So the check above compiles twice.
+# different order. So `h200.py` compiles twice.
 #
 # ## Exercises
 #
@@ -281,10 +259,10 @@ assert fitting >= 1
 # %% [markdown]
 # ## Checked claims
 #
-# - Products have float32 precision. The check distinguishes TensorFloat-32.
-# - A program compiled twice gives the same bits.
+# - No level of the report failed.
+# - Products have float32 precision.
+# - A run and a compilation that are repeated give the same bits. So does invariant decoding.
 # - By the memory plan, two engines in bfloat16 fit into a device of 140 GB or more.
-# - Plain decoding and a chain generate the same float32 text.
 # - A misspelled variable and a variable without its counterpart each raise a one-line error.
 #
 # **Next:** [02](02_equality_with_vllm.ipynb), equality with vLLM.

@@ -30,7 +30,7 @@ first_cell.start(repository=True, device=False)
 import machine
 
 here = machine.start()
-here.banner("price")
+here.banner("rounds", "price")
 
 # %% tags=["hide-input"]
 
@@ -39,10 +39,9 @@ import numpy as np
 from IPython.display import Markdown, display
 from pictures.style import SERIES
 
-from eagle3_jax.bench.run import measure
 from eagle3_jax.measure.tables import show, to_markdown
 from eagle3_jax.models.config import usual_head
-from eagle3_jax.theory.accelerators import accelerator_named, custom_accelerator
+from eagle3_jax.theory.accelerators import accelerator_named
 from eagle3_jax.theory.bounds import check_claim, round_bound
 from eagle3_jax.theory.cost import cost_of, cost_per_million_tokens
 from eagle3_jax.theory.known_models import KNOWN_MODELS
@@ -54,76 +53,66 @@ from eagle3_jax.theory.speedup import (
     tau_from_conditional_rate,
     tau_from_draft_rate,
 )
-from validation.speeds import chain, faults, is_quoted
-from validation.subject import some_prompts
+
+PUBLISHED = {2: 2.36, 3: 2.79, 4: 3.08, 5: 3.32, 6: 3.46, 7: 3.54}  # vLLM, Llama-3.1-8B, MT-Bench
+
+
+def served(name, gpu, weights):
+    """Deployment of a known model with its usual head on a known device."""
+    model = KNOWN_MODELS[name]
+    return Deployment(
+        target=model, head=usual_head(model), accelerator=accelerator_named(gpu), weights=weights
+    )
+
 
 # %% [markdown]
 # ## Cost of a million tokens
 #
 # The cost is `price / 3600 / speed · 10⁶`, with the price per hour and the speed in tokens per
-# second. The speed includes the prefill. It is measured at batch 1 and at larger batches, because
-# servers run larger batches.
-
-# %%
-K = 3
-BATCHES = here.amount(cpu=(1, 8), gpu=(1, 8, 32))
-LIMIT, REPEATS = here.amount(cpu=(24, 2), gpu=(128, 5))
-pair = here.pair
-dtype = here.dtype
-price = here.price_per_hour
-if here.on_gpu and not is_quoted(here.subject, here.setting):
-    print("On a GPU, the shipped pair measures only kernel launches. Set EAGLE3_TARGET.")
-reports = {}
-for batch in BATCHES:
-    contenders = [chain(pair, dtype, 0), chain(pair, dtype, K)]
-    reports[batch] = measure(
-        contenders,
-        some_prompts(here.subject, max(batch, 4)),
-        max_new_tokens=LIMIT,
-        repeats=REPEATS,
-        baselines=[contenders[0].name],
-        batch_size=batch,
-        cost_rounds=8,
-        streams=0,
-        large=here.amount(cpu=2**26, gpu=2**32) if batch == 1 else 0,
-    )
-    assert not faults(reports[batch]), "; ".join(faults(reports[batch]))
+# second. The speeds are those of level L9, without the prefill. The largest batch is the one that a
+# server would run.
 
 # %%
 BUSY = 0.4
+price = here.price_per_hour
 rows = []
 costs = {}
-for batch, report in reports.items():
-    for row in report.rows:
-        speed = row.total_tokens_per_second
-        full, real = (cost_of(speed.median, price_per_hour=price, busy=share) for share in (1.0, BUSY))
-        interval = sorted(
-            cost_per_million_tokens(speed_bound, price) for speed_bound in (speed.low, speed.high)
-        )
-        costs[batch, row.name] = (full.per_million_tokens, *interval)
-        figures = [show(value) for value in (speed.median, full.per_million_tokens, real.per_million_tokens)]
-        rows.append([batch, row.name, *figures])
-columns = [
-    "batch",
-    "method",
-    "tokens/s, prefill included",
-    "cost of 1M tokens",
-    f"cost at {BUSY:.0%} utilization",
-]
-title = f"{here.subject.name}, {dtype}, on **{here.device}**; costs {here.price_named}"
+for speed in here.speeds:
+    full, real = (
+        cost_of(speed.tokens_per_second, price_per_hour=price, busy=share) for share in (1.0, BUSY)
+    )
+    cost = full.per_million_tokens
+    costs[speed.batch, speed.method] = cost
+    figures = [speed.tokens_per_second, cost, real.per_million_tokens]
+    rows.append([speed.batch, speed.method, *map(show, figures)])
+    assert abs(cost * speed.tokens_per_second * 3600 / 1e6 - price) < 1e-6 * price
+columns = ["batch", "method", "tokens/s", "cost of 1M tokens", f"cost at {BUSY:.0%} utilization"]
+title = f"Level L9, on **{here.device}**; costs {here.price_named}"
 display(Markdown(f"{title}\n\n{to_markdown(columns, rows)}"))
-for (batch, name), (cost, *_) in costs.items():
-    row = next(row for row in reports[batch].rows if row.name == name)
-    assert abs(cost * row.total_tokens_per_second.median * 3600 / 1e6 - price) < 1e-6 * price
-names = [row.name for row in reports[1].rows]
-full = BATCHES[-1]
-plain, fast = (costs[full, name][0] for name in names)
-slide = plain / reports[1].rows[1].total_ratio_interval.value
-print(f"batch {full}: plain {show(plain)}, {names[1]} {show(fast)}")
-print(f"common mistake: plain divided by the speed-up at batch 1: {show(slide)}")
+
+# %%
+batches = sorted({speed.batch for speed in here.speeds})
+smallest = batches[0]
+full = batches[-1]
+drafts = {
+    method: cost
+    for (batch, method), cost in costs.items()
+    if batch == full and method.startswith(("chain", "tree"))
+}
+plain = next(speed for speed in here.speeds if speed.batch == full)
+assert plain.method.startswith("plain")
+assert drafts, f"the report has no speed of a chain or tree at batch {full} (level L9)"
+cheapest = min(drafts, key=drafts.__getitem__)
+ratio_at_smallest = next(
+    speed.ratio for speed in here.speeds if (speed.batch, speed.method) == (smallest, cheapest)
+)
+slide = costs[full, plain.method] / ratio_at_smallest
+print(f"batch {full}: plain {show(costs[full, plain.method])}, {cheapest} {show(drafts[cheapest])}")
+print(f"common mistake: plain divided by the speed-up at batch {smallest}: {show(slide)}")
 here.verdict(
     "cost",
-    f"{names[1]}: {fast / plain:.2f}x the cost of plain decoding, batch {full}",
+    f"{cheapest}: {drafts[cheapest] / costs[full, plain.method]:.2f}x the cost of plain decoding,"
+    f" batch {full}",
     needs="price",
 )
 
@@ -134,37 +123,25 @@ here.verdict(
 # ## Rollout plan
 #
 # `eagle3_jax.theory.rollout` plans stages from traffic, acceptance and measured costs. Each stage
-# has a duration, a metric, and a limit for going back. The plan uses the costs of the largest batch
-# above.
+# has a duration, a metric, and a limit for going back. The plan is for Llama-3.1-8B on an H100, with
+# the costs of a round that `h200.py` measured and the τ that vLLM published for MT-Bench.
 
 # %%
-measured = reports[BATCHES[-1]].rows[1]
-tau = measured.acceptance.mean_acceptance_length
-alpha = conditional_rate_from_tau(tau, K)
-weights = "float32" if dtype == "float32" else "bfloat16"
-deployment = Deployment(
-    target=pair[0].model.config,
-    head=pair[1].drafter.config,
-    accelerator=custom_accelerator(
-        gb_per_s=reports[1].bytes_per_second / 1e9,
-        base=here.accelerator,
-        memory_gb=None if here.accelerator else 16.0,  # assumed
-    ),
-    weights=weights,
-    cache=weights,
-    target_name=here.subject.name,
-    head_name="its EAGLE-3 head",
-)
-traffic = Traffic(requests_per_second=2.0, prompt_tokens=100, output_tokens=128, concurrency=BATCHES[-1])
+K = 5
+timed = here.rounds("round")
+step = timed.seconds("plain")
+measured = MeasuredCosts(timed.seconds("verify 6") / step, timed.seconds("draft step") / step)
+tau = PUBLISHED[K]
+traffic = Traffic(requests_per_second=2.0, prompt_tokens=100, output_tokens=128, concurrency=1)
 plan = plan_rollout(
-    deployment,
+    served("Llama-3.1-8B", "H100", "bfloat16"),
     traffic,
     num_draft_tokens=K,
-    conditional_acceptance_rate=alpha,
-    measured=MeasuredCosts(measured.verify_cost, measured.draft_cost),
+    conditional_acceptance_rate=conditional_rate_from_tau(tau, K),
+    measured=measured,
 )
-print(f"measured at batch {BATCHES[-1]} on {here.device}:")
-print(f"v = {plan.verify_cost:.2f}, c = {plan.draft_cost:.3f}, τ = {tau:.2f}")
+print(f"measured at batch 1 on {timed.origin}:")
+print(f"v = {plan.verify_cost:.2f}, c = {plan.draft_cost:.3f}; published τ = {tau:.2f}")
 print(
     f"break-even τ {plan.break_even_tau:.2f}; predicted S {plan.predicted_speedup:.2f}; gate on τ"
     f" {plan.least_tau:.2f}"
@@ -172,17 +149,22 @@ print(
 print("obstacles:", "; ".join(plan.obstacles) or "none")
 for stage in plan.stages:
     print(
-        f"  {stage.share:4.0%} of the traffic for {stage.hours:6.1f} hours, {stage.requests:9,.0f} requests"
+        f"  {stage.share:4.0%} of the traffic for {stage.hours:6.1f} hours, {stage.requests:9,.0f}"
+        " requests"
     )
 
 assert plan.measured, "the plan uses measured costs"
 assert abs(plan.break_even_tau - (plan.verify_cost + K * plan.draft_cost)) < 1e-9
-assert (plan.predicted_speedup > 1.0) == (plan.least_tau < tau), "the gate is below the measured τ"
-assert bool(plan.obstacles) >= (plan.predicted_speedup <= 1.0), "a plan without a speed-up lists an obstacle"
+assert (plan.predicted_speedup > 1.0) == (plan.least_tau < tau), "the gate is below the published τ"
+assert bool(plan.obstacles) >= (plan.predicted_speedup <= 1.0), (
+    "a plan without a speed-up lists an obstacle"
+)
 shares = [stage.share for stage in plan.stages]
 assert shares == sorted(shares) and shares[-1] == 1.0
 lines = rollout_page(plan, target="TARGET", head="HEAD").splitlines()[:28]
-Markdown("\n".join(line.replace("# ", "#### ", 1) if line.startswith("#") else line for line in lines))
+Markdown(
+    "\n".join(line.replace("# ", "#### ", 1) if line.startswith("#") else line for line in lines)
+)
 
 # %% [markdown]
 # ## Published throughputs
@@ -192,16 +174,7 @@ Markdown("\n".join(line.replace("# ", "#### ", 1) if line.startswith("#") else l
 # best case: batch 4, no context, free drafting, and acceptance of all 5 draft tokens. The other
 # rows are figures with a documented setup.
 
-
 # %%
-def served(name, gpu, weights):
-    """Deployment of a known model with its usual head on a known device."""
-    model = KNOWN_MODELS[name]
-    return Deployment(
-        target=model, head=usual_head(model), accelerator=accelerator_named(gpu), weights=weights
-    )
-
-
 BIG = ("Llama-3.3-70B", "fp8")
 SMALL = ("Llama-3.1-8B", "bfloat16")
 CLAIMS = [  # who, model, device, batch, K, tokens/s
@@ -247,8 +220,6 @@ columns = [
 for row in rows:
     expected = "IMPOSSIBLE" if row[0].startswith("articles") else "possible"
     assert row[-1] == expected, f"{row[0]} on {row[2]} was found {row[-1]}"
-for row in reports[1].rows:
-    assert row.bandwidth_share is None or row.bandwidth_share <= 1.0
 
 # %% tags=["hide-input"]
 figure, axes = plt.subplots(figsize=(8.4, 0.28 * len(shares) + 1.2))
@@ -287,18 +258,21 @@ Markdown(to_markdown(columns, rows))
 # %%
 # K, rate, tokens per step
 ARTICLE = [(3, 0.84, 2.4), (5, 0.82, 3.5), (8, 0.79, 5.0), (12, 0.74, 6.1)]
-PUBLISHED = {2: 2.36, 3: 2.79, 4: 3.08, 5: 3.32, 6: 3.46, 7: 3.54}  # vLLM, Llama-3.1-8B, MT-Bench
 rows = []
 for k, rate, claimed in ARTICLE:
     formulas = tau_from_draft_rate(rate, k), tau_from_conditional_rate(rate, k)
     rows.append([k, rate, claimed, *(f"{estimate:.2f}" for estimate in formulas)])
-    assert min(abs(claimed - estimate) for estimate in formulas) > 0.3, "one of the formulas fits after all"
+    assert min(abs(claimed - estimate) for estimate in formulas) > 0.3, (
+        "one of the formulas fits after all"
+    )
 gains = np.diff(list(PUBLISHED.values()))
 assert np.all(gains > -0.02) and gains[-1] < gains[0], "each further token gains less"
-taus = {batch: report.rows[1].acceptance.mean_acceptance_length for batch, report in reports.items()}
+taus = {speed.batch: speed.tau for speed in here.speeds if speed.method == cheapest}
 print("τ by batch size, measured:", {batch: round(length, 3) for batch, length in taus.items()})
 assert max(taus.values()) - min(taus.values()) < 0.1 * max(taus.values())
-Markdown(to_markdown(["K", "rate (article)", "tokens per step (article)", "1 + K·r", "geometric"], rows))
+Markdown(
+    to_markdown(["K", "rate (article)", "tokens per step (article)", "1 + K·r", "geometric"], rows)
+)
 
 # %% [markdown]
 # ## Common mistakes
@@ -344,9 +318,9 @@ assert abs(cost_per_million_tokens(3.5 / 3600 / 0.5 * 1e6, 3.5) - 0.5) < 1e-12
 # %% [markdown]
 # ## Checked claims
 #
-# - Cost times speed equals the price. No program was compiled during a measurement.
-# - The break-even τ is `v + K·c`. If speculation pays off, the gate is below the measured τ. Stages
-#   grow to all traffic.
+# - Cost times speed equals the price.
+# - The break-even τ is `v + K·c`. If speculation pays off, the gate is below the published τ.
+#   Stages grow to all traffic.
 # - Every throughput of the articles is impossible at its batch size. Every figure with a documented
 #   setup is possible.
 # - The article's acceptance table fits neither formula. Acceptance does not depend on the batch

@@ -20,7 +20,7 @@ _ABOVE = 3.75
 
 
 def eagle3_head(config: Eagle3Config, num_layers: int) -> Figure:
-    """Draws the head from the target's features to a draft token. Dashed lines show the feedback while drafting.
+    """Draws the head from the target's features to a draft token. Dashed lines are the feedback.
 
     Args:
         config: The head. Variations of other EAGLE-3 layouts are not shown.

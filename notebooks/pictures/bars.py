@@ -45,7 +45,10 @@ def distributions(
     groups = [[token] for token in likely] + ([others] if others.size else [])
     names = [str(token) if labels is None else visible(labels[int(token)]) for token in likely]
     names += [f"{others.size} others"] if others.size else []
-    total = lambda mass: np.array([mass[group].sum() for group in groups])
+
+    def total(mass: np.ndarray) -> np.ndarray:
+        return np.array([mass[group].sum() for group in groups])
+
     common = total(np.minimum(p, q))
     excess = total(np.maximum(p - q, 0.0))
     figure, ax = plt.subplots(figsize=(max(5.0, 1.6 + 0.55 * len(names)), 3.4))

@@ -1,4 +1,4 @@
-"""Plotly figures as self-contained HTML for Jupyter, exported pages and Sphinx, without a network."""
+"""Plotly figures as self-contained HTML for Jupyter, exported pages and the site."""
 
 from __future__ import annotations
 

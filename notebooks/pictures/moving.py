@@ -1,4 +1,4 @@
-"""Pictures with sliders and buttons, in plain JavaScript. Each is one file of this folder, ``NAME.js``."""
+"""Pictures with sliders and buttons, in plain JavaScript: one file of this folder each."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+HERE = Path(__file__).parent
+# The script that draws trees is that of the server's page.
+_TREES = (HERE.parents[1] / "eagle3_jax" / "server" / "page" / "trees.js", HERE / "frame.js")
+# The scripts that a picture needs before its own.
+_NEEDED = {"draft_tree": _TREES, "rounds": _TREES}
 _FRAGMENT = Template("""<div id="$element" class="moving">This picture needs JavaScript.</div>
 <script>(() => {
 $script
@@ -30,7 +35,8 @@ class Moving:
     values: dict[str, Any]
 
     def _repr_html_(self) -> str:
-        script = Path(__file__).with_name(f"{self.name}.js").read_text(encoding="utf-8")
+        files = [*_NEEDED.get(self.name, ()), HERE / f"{self.name}.js"]
+        script = "\n".join(file.read_text(encoding="utf-8") for file in files)
         # "<" is escaped, because a token of a text can be "</script>".
         values = json.dumps(self.values).replace("<", "\\u003c")
         element = f"moving-{uuid.uuid4().hex}"

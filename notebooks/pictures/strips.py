@@ -43,10 +43,10 @@ class Token:
 
 
 def tokens_of(prompt: dict[str, Any], tokenizer: Tokenizer) -> list[Token]:
-    """Lists the tokens of one prompt of a :func:`~eagle3_jax.measure.trace.record`, those of the prompt included.
+    """Lists the tokens of one recorded prompt, those of the prompt included.
 
     Args:
-        prompt: One entry of ``Trace.prompts``.
+        prompt: One entry of ``Trace.prompts`` of :func:`~eagle3_jax.measure.trace.record`.
         tokenizer: The target's tokenizer.
     """
     pieces = Pieces(tokenizer)
@@ -85,9 +85,10 @@ class TokenStrip:
         legend = " &nbsp; ".join(f'<span style="{_css(kind)}">{kind}</span>' for kind in kinds)
         caption = f"<div>{html.escape(self.caption)}</div>" if self.caption else ""
         return (
-            '<div style="background:#fff;color:#1f2328;padding:.6em .8em;border-radius:.4em;line-height:1.75;'
-            'overflow-x:auto">'
-            f'{caption}<div style="font-family:monospace;white-space:pre-wrap;overflow-wrap:anywhere">{spans}</div>'
+            '<div style="background:#fff;color:#1f2328;padding:.6em .8em;border-radius:.4em;'
+            f'line-height:1.75;overflow-x:auto">{caption}'
+            '<div style="font-family:monospace;white-space:pre-wrap;overflow-wrap:anywhere">'
+            f"{spans}</div>"
             f'<div style="font-size:.85em;margin-top:.4em">{legend}</div></div>'
         )
 
@@ -118,7 +119,8 @@ def svg(lanes: Sequence[tuple[str, TokenStrip]], *, seconds_per_round: float | N
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {pen.width:.0f} {pen.height:.0f}" '
-        f'width="{pen.width:.0f}" font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, monospace" '
+        f'width="{pen.width:.0f}" '
+        'font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, monospace" '
         f'font-size="{_SIZE:g}" role="img"><title>{caption}</title>'
         f'<rect width="100%" height="100%" rx="8" fill="#ffffff"/>{"".join(pen.shapes)}</svg>\n'
     )
@@ -127,8 +129,9 @@ def svg(lanes: Sequence[tuple[str, TokenStrip]], *, seconds_per_round: float | N
 def _appear(number: int, rounds: int, seconds_per_round: float) -> str:
     """Makes the tokens of a round appear at their time in a repeating animation."""
     length = seconds_per_round * (rounds + 1) + 3.0  # the whole picture stays for 3 s
+    start = seconds_per_round * number / length
     return (
-        f'<animate attributeName="opacity" values="0;1" keyTimes="0;{seconds_per_round * number / length:.4f}" '
+        f'<animate attributeName="opacity" values="0;1" keyTimes="0;{start:.4f}" '
         f'calcMode="discrete" dur="{length:.2f}s" repeatCount="indefinite"/>'
     )
 
@@ -173,8 +176,8 @@ class _Pen:
 
     def words(self, text: str) -> None:
         self.shapes.append(
-            f'<text x="{self.pad:.1f}" y="{self.y + self.size:.1f}" font-weight="bold" fill="#1f2328" '
-            f'font-family="system-ui, sans-serif">{html.escape(text)}</text>'
+            f'<text x="{self.pad:.1f}" y="{self.y + self.size:.1f}" font-weight="bold" '
+            f'fill="#1f2328" font-family="system-ui, sans-serif">{html.escape(text)}</text>'
         )
         self._break()
 
@@ -198,9 +201,10 @@ class _Pen:
         x = self.pad + self.x * self.advance
         width = len(text) * self.advance
         size = self.size
+        color = "#6b7280" if kind == PROMPT else "#1f2328"
         words = (
-            f'<text x="{x:.1f}" y="{self.y + size:.1f}" textLength="{width:.1f}" xml:space="preserve" '
-            f'fill="{"#6b7280" if kind == PROMPT else "#1f2328"}">{html.escape(text)}</text>'
+            f'<text x="{x:.1f}" y="{self.y + size:.1f}" textLength="{width:.1f}" '
+            f'xml:space="preserve" fill="{color}">{html.escape(text)}</text>'
         )
         if kind == PROMPT:
             return words if text.strip() else ""
@@ -210,8 +214,9 @@ class _Pen:
             _MARKS[kind], ""
         )
         return (
-            f'<rect x="{x:.1f}" y="{self.y:.1f}" width="{width:.1f}" height="{1.3 * size:.1f}" fill="{ink}" '
-            f'opacity="0.15"/><line x1="{x:.1f}" x2="{x + width - 1:.1f}" y1="{under:.1f}" y2="{under:.1f}" '
+            f'<rect x="{x:.1f}" y="{self.y:.1f}" width="{width:.1f}" height="{1.3 * size:.1f}" '
+            f'fill="{ink}" opacity="0.15"/>'
+            f'<line x1="{x:.1f}" x2="{x + width - 1:.1f}" y1="{under:.1f}" y2="{under:.1f}" '
             f'stroke="{ink}" stroke-width="{3 if kind == BONUS else 2}"{dash}/>{words}'
         )
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pictures.interactive import Interactive
 from pictures.style import ACCEPTED, BONUS, COLOURS, CORRECTED, REJECTED, TARGET, UNVISITED
 
 if TYPE_CHECKING:
@@ -17,15 +14,9 @@ if TYPE_CHECKING:
 
 ROOT = "root"
 _INK = {**COLOURS, ROOT: "#1f2328"}
-# Markers of matplotlib and plotly, so that color is not the only mark.
-_MARKS = {
-    ROOT: ("s", "square"),
-    ACCEPTED: ("o", "circle"),
-    CORRECTED: ("D", "diamond"),
-    BONUS: ("*", "star"),
-    REJECTED: ("X", "x"),
-    UNVISITED: ("o", "circle-open"),
-}
+# Markers of matplotlib, so that color is not the only mark.
+_MARKS = {ROOT: "s", ACCEPTED: "o", CORRECTED: "D", BONUS: "*", REJECTED: "X", UNVISITED: "o"}
+_EMITTED = (ROOT, ACCEPTED, CORRECTED, BONUS)  # kinds of nodes that are part of the text
 _ROW = 0.3  # inches from leaf to leaf
 _LONGEST = 14  # characters of a token that are shown next to its node
 
@@ -78,20 +69,22 @@ def tree(
     """
     import matplotlib.pyplot as plt
 
-    draft = _Tree(tokens, parents, status)
-    x, y = draft.places()
+    x, y = _places(parents)
+    kinds = [kind for kind in _MARKS if kind in status]
+    emitted = [kind in _EMITTED for kind in status]
     figure, axes = plt.subplots(figsize=(1.2 + 1.35 * (x.max() + 1), 1.0 + _ROW * (y.max() + 1)))
     for node, parent in enumerate(parents):
         if parent >= 0:
             line = {
                 "color": _INK[status[node]],
-                "lw": 2.2 if draft.kept(node) else 0.8,
+                "lw": 2.2 if emitted[node] else 0.8,
                 "zorder": 1,
             }
             axes.plot([x[parent], x[node]], [y[parent], y[node]], **line)
-    for kind in draft.kinds():
+
+    for kind in kinds:
         nodes = [node for node, node_status in enumerate(status) if node_status == kind]
-        marker = _MARKS[kind][0]
+        marker = _MARKS[kind]
         ink = _INK[kind]
         face = "white" if kind == UNVISITED else ink
         axes.scatter(
@@ -106,6 +99,7 @@ def tree(
         axes.scatter(
             [], [], marker=marker, facecolor=face, edgecolor=ink, label=f"{kind} ({len(nodes)})"
         )
+
     for node in range(len(tokens)):
         axes.annotate(
             _shown(tokens[node]),
@@ -115,7 +109,7 @@ def tree(
             va="bottom",
             family="monospace",
             size=7.5,
-            color="#1f2328" if draft.kept(node) else "#4b5563",
+            color="#1f2328" if emitted[node] else "#4b5563",
             zorder=3,
             parse_math=False,
             bbox={
@@ -125,6 +119,7 @@ def tree(
                 "alpha": 0.75,
             },
         )
+
     axes.set(
         title=title,
         xlabel="level (all nodes of a level share one position)",
@@ -135,117 +130,15 @@ def tree(
     )
     axes.grid(visible=False)
     axes.spines["left"].set_visible(False)
-    figure.legend(loc="outside lower left", ncols=len(draft.kinds()), fontsize="small")
+    figure.legend(loc="outside lower left", ncols=len(kinds), fontsize="small")
     plt.close(figure)  # the caller shows it
     return figure
-
-
-def interactive_rounds(rounds: Sequence[Mapping[str, Any]]) -> Interactive:
-    """Draws several trees with a slider. A tooltip shows all values of a node.
-
-    Args:
-        rounds: For each tree, the arguments of :func:`tree`, and if known, lists with a number or
-            ``None`` for each node: ``p`` and ``q``, its probability after its parent (target and
-            drafter), and ``score``, its cumulative log-probability under the drafter.
-    """
-    from plotly import graph_objects as go
-
-    trees = [_Tree(**arguments) for arguments in rounds]
-    traces = []
-    steps = []
-    leaves = 0
-    levels = 0
-    kinds = [kind for kind in _MARKS if any(kind in draft.kinds() for draft in trees)]
-    per_tree = 2 + len(kinds)
-    for index, draft in enumerate(trees):
-        visible = [index == number // per_tree for number in range(per_tree * len(trees))]
-        steps.append(
-            {
-                "label": str(index + 1),
-                "method": "update",
-                "args": [{"visible": visible}, {"title.text": draft.title}],
-            }
-        )
-        x, y = draft.places()
-        leaves = max(leaves, float(y.max()))
-        levels = max(levels, int(x.max()))
-        for is_kept in (False, True):
-            edges = [
-                (n, parent)
-                for n, parent in enumerate(draft.parents)
-                if parent >= 0 and draft.kept(n) == is_kept
-            ]
-            traces.append(
-                go.Scatter(
-                    x=[x_value for n, parent in edges for x_value in (x[parent], x[n], None)],
-                    y=[y_value for n, parent in edges for y_value in (y[parent], y[n], None)],
-                    mode="lines",
-                    line={
-                        "color": _INK[ACCEPTED] if is_kept else "#c9cdd2",
-                        "width": 3 if is_kept else 1,
-                    },
-                    hoverinfo="skip",
-                    showlegend=False,
-                    visible=index == 0,
-                )
-            )
-        for kind in kinds:
-            nodes = [node for node, node_status in enumerate(draft.status) if node_status == kind]
-            traces.append(
-                go.Scatter(
-                    x=x[nodes].tolist(),
-                    y=y[nodes].tolist(),
-                    mode="markers+text",
-                    name=kind,
-                    marker={
-                        "symbol": _MARKS[kind][1],
-                        "color": _INK[kind],
-                        "size": 9,
-                        "line": {"width": 1.5},
-                    },
-                    text=[f" {_safe(_shown(draft.tokens[node]))}" for node in nodes],
-                    textposition="top right",
-                    textfont={"family": "monospace", "size": 10},
-                    hovertext=[draft.described(node) for node in nodes],
-                    hoverinfo="text",
-                    cliponaxis=False,
-                    visible=index == 0,
-                )
-            )
-    figure = go.Figure(traces)
-    figure.update_layout(
-        title={
-            "text": trees[0].title,
-            "x": 0.01,
-            "y": 0.99,
-            "yanchor": "top",
-            "pad": {"t": 14},
-            "font": {"size": 15},
-        },
-        template="plotly_white",
-        height=int(270 + 18 * (leaves + 1)),
-        margin={"l": 20, "r": 20, "t": 74, "b": 20},
-        xaxis={
-            "range": [-0.2, levels + 1.0],
-            "dtick": 1,
-            "title": "level",
-            "showgrid": False,
-            "zeroline": False,
-        },
-        yaxis={"range": [leaves + 1, -1], "visible": False},
-        legend={"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0},
-        hoverlabel={"font": {"family": "monospace"}, "align": "left"},
-        sliders=[
-            {"active": 0, "currentvalue": {"prefix": "round "}, "steps": steps, "pad": {"t": 45}}
-        ],
-    )
-    return Interactive(figure)
 
 
 def mask_map(
     mask: Any, labels: Sequence[str], *, title: str = "", depths: Sequence[int] | None = None
 ) -> Figure:
-    """Draws the ancestor mask: a dark square means that the node of the row attends to the node of the column.
+    """Draws the ancestor mask: dark where the node of the row attends to the node of the column.
 
     Args:
         mask: ``[N N]``, booleans.
@@ -266,6 +159,7 @@ def mask_map(
     axes.grid(visible=False)
     axes.grid(which="minor", color="white", linewidth=1, alpha=1)
     axes.tick_params(which="both", length=0)
+
     shown = [_shown(label) for label in labels]
     rows = (
         shown
@@ -286,55 +180,23 @@ def mask_map(
     return figure
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tree:
-    """A tree of :func:`interactive_rounds`."""
-
-    tokens: Sequence[str]
-    parents: Sequence[int]
-    status: Sequence[str]
-    p: Sequence[float | None] | None = None
-    q: Sequence[float | None] | None = None
-    score: Sequence[float | None] | None = None
-    title: str = ""
-
-    def kinds(self) -> list[str]:
-        """Statuses of the tree, in the order of the legend."""
-        return [kind for kind in _MARKS if kind in self.status]
-
-    def kept(self, node: int) -> bool:
-        """Whether the node is part of the generated text."""
-        return self.status[node] in (ROOT, ACCEPTED, CORRECTED, BONUS)
-
-    def places(self) -> tuple[np.ndarray, np.ndarray]:
-        """Column and row of each node. Each leaf has its own row; a parent has the row of its first child."""
-        level = np.zeros(len(self.parents))
-        row = np.zeros(len(self.parents))
-        children: dict[int, list[int]] = {}
-        for node, parent in enumerate(self.parents):
-            children.setdefault(int(parent), []).append(node)
-        todo = list(reversed(children[-1]))
-        leaves = 0
-        while todo:  # depth first, the first child first
-            node = todo.pop()
-            level[node] = 0 if self.parents[node] < 0 else level[self.parents[node]] + 1
-            row[node] = leaves
-            below = children.get(node, [])
-            leaves += not below
-            todo += reversed(below)
-        return level, row
-
-    def described(self, node: int) -> str:
-        """Text of the tooltip of a node."""
-        lines = [f"<b>{_safe(repr(self.tokens[node]))}</b>", f"node {node}, {self.status[node]}"]
-        for name, values, form in (
-            ("p (target)", self.p, ".4f"),
-            ("q (draft)", self.q, ".4f"),
-            ("sum of ln q", self.score, ".3f"),
-        ):
-            if values is not None and values[node] is not None:
-                lines.append(f"{name:<12}{values[node]:{form}}".replace(" ", "\u00a0"))
-        return "<br>".join(lines)
+def _places(parents: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Column and row of each node. Each leaf has its own row, a parent that of its first child."""
+    level = np.zeros(len(parents))
+    row = np.zeros(len(parents))
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        children.setdefault(int(parent), []).append(node)
+    todo = list(reversed(children[-1]))
+    leaves = 0
+    while todo:  # depth first, the first child first
+        node = todo.pop()
+        level[node] = 0 if parents[node] < 0 else level[parents[node]] + 1
+        row[node] = leaves
+        below = children.get(node, [])
+        leaves += not below
+        todo += reversed(below)
+    return level, row
 
 
 def _shown(token: str) -> str:
@@ -342,7 +204,3 @@ def _shown(token: str) -> str:
     visible = token.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣")
     visible = "".join(letter if letter.isprintable() else "·" for letter in visible)
     return visible if len(visible) <= _LONGEST else f"{visible[: _LONGEST - 1]}…"
-
-
-def _safe(text: str) -> str:
-    return html.escape(text, quote=False)

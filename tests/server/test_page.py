@@ -29,7 +29,6 @@ from test_serve import Answer, complete, decoder, generated, get, post
 
 from eagle3_jax.server.local import serving
 from eagle3_jax.server.page.lanes import acceptance
-from eagle3_jax.server.page.viewer import PAGE
 from eagle3_jax.server.worker import Worker
 from eagle3_jax.types import Draft
 
@@ -323,7 +322,7 @@ def test_a_server_without_drafter_and_tokenizer_has_two_equal_lanes() -> None:
 
 def test_the_page_is_served_and_loads_nothing_from_elsewhere(url: str) -> None:
     page = get(url)
-    assert page == PAGE.read_text(encoding="utf-8")
+    assert "function drawTree(" in page
     addresses = set(re.findall(r"\w+://[^\s\"'<>]+", page))
     assert addresses == {"http://www.w3.org/2000/svg"}  # a name, which is not fetched
     assert "default-src 'none'" in page
@@ -386,7 +385,7 @@ def test_a_viewer_pauses_steps_and_stops_a_live_run(
 
         run_until(3)
         page.click("#pause")
-        assert page.inner_text("#pause") == "Play"
+        page.wait_for_selector("#pause:text('Play')")
         count = shown()
         assert count == shown() < 40
         page.click("#step")

@@ -1,4 +1,4 @@
-"""One request decoded twice, plainly and with drafts, with the probabilities of every drafted token."""
+"""One request decoded twice, plainly and with drafts, with probabilities of drafted tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from eagle3_jax.loop import SpeculativeLoop
 from eagle3_jax.measure.timing import CompileClock
 from eagle3_jax.measure.trace import describe
 from eagle3_jax.prompts.request import Request
-from eagle3_jax.sampling import probabilities
+from eagle3_jax.sampling import probabilities, residual
 from eagle3_jax.state import GenerationState
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.text.tokens import Pieces
@@ -86,13 +86,14 @@ def _prefill(decoder: SpeculativeDecoder, request: Request) -> GenerationState:
 def _decode(
     lane: str, decoder: SpeculativeDecoder, request: Request
 ) -> Generator[Record, None, list[int]]:
-    """Decodes a request in one lane. It yields the first token, every round and the end, and returns the tokens."""
+    """Decodes a request in one lane: yields every event of the lane, and returns the tokens."""
     pieces = Pieces(decoder.target.tokenizer)
     state, seconds = _timed(lambda: _prefill(decoder, request))
     length, finish = _progress(state)
     output = to_host(state.tokens)[0, len(request.tokens) : length].tolist()
     texts = _texts(pieces, decoder, output, finish)
     yield {"event": "first", "lane": lane, "seconds": round(seconds, _SECONDS), "texts": texts}
+
     passes = 0
     total = 0.0
     while finish is FinishReason.RUNNING:
@@ -102,6 +103,8 @@ def _decode(
         length, finish = _progress(state)
         total += seconds
         passes += 1
+
+        # The round may add more tokens than the limit leaves room for.
         record = describe(latest)[0]
         accepted = [record["tokens"][node] for node in record["path"]]
         emitted = [*accepted, record["next_token"]][: length - before]
@@ -118,6 +121,7 @@ def _decode(
             "next_label": label(decoder, record["next_token"]),
             "texts": _texts(pieces, decoder, emitted, finish),
         }
+
     stats = SpeculationStats.merge([to_host(state.stats)])
     yield {
         "event": "end",
@@ -204,7 +208,7 @@ def _distributions(
     cache: Cache,
     sampling: SamplingParams,
 ) -> tuple[Float[Array, "B N V"], Float[Array, "B N V"]]:
-    """Returns the target's distributions after each node as a round computes them, and those of temperature 1."""
+    """Returns the target's distributions after each node: the round's, and at temperature 1."""
     size = draft.tokens.shape[1]
     mask = (
         causal_mask(size) if loop.is_chain else ancestor_mask(draft.parents, loop.drafter.max_depth)
@@ -237,11 +241,13 @@ def _values(
     last = record["path"][-1] if record["path"] else 0
     is_exact = type(decoder.loop.verifier) is Exact
     chances = acceptance(tokens, parents, p=p, q=q) if is_exact else [None] * len(tokens)
+
     nodes = []
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
         children = [
             child for child, parent_of_child in enumerate(parents) if parent_of_child == node
         ]
+        # Tokens that have a bar, however unlikely they are.
         named = {tokens[child] for child in children}
         if node == last:
             named.add(record["next_token"])
@@ -262,10 +268,11 @@ def acceptance(
     p: Float[np.ndarray, "N V"],
     q: Float[np.ndarray, "N V"] | None,
 ) -> list[float]:
-    """Returns the probability that each node is accepted, if its parent is and its elder siblings are not.
+    """Returns the probability that each node is accepted, if its parent is and no elder sibling is.
 
-    That is ``min(1, p(x) / q(x))``. A rejected sibling has changed ``p`` to the normalized ``max(p
-    - q, 0)``, as in :func:`~eagle3_jax.acceptance.verify`. The entry of the root is 1.
+    :func:`~eagle3_jax.acceptance.verify` accepts ``x`` if ``u · q(x) < p(x)``, with probability
+    ``min(1, p(x) / q(x))``. A rejected sibling has left the :func:`~eagle3_jax.sampling.residual`
+    of ``p``. The entry of the root is 1.
 
     Args:
         tokens: ``[N]``, node 0 is the root.
@@ -273,21 +280,15 @@ def acceptance(
         p: The target's distribution after each node.
         q: The distribution that each node was sampled from; ``None`` for point masses.
     """
-    remaining = np.asarray(p, np.float64).copy()
+    remaining = p.copy()
     chances = [1.0]
     for node in range(1, len(tokens)):
         parent = parents[node]
         token = tokens[node]
-        proposal = (
-            np.eye(1, remaining.shape[1], token)[0]
-            if q is None
-            else np.asarray(q[node], np.float64)
-        )
+        proposal = np.eye(1, p.shape[1], token)[0] if q is None else q[node]
         ratio = remaining[parent, token] / proposal[token] if proposal[token] > 0 else 1.0
         chances.append(_rounded(min(1.0, ratio)))
-        excess = np.maximum(remaining[parent] - proposal, 0.0)
-        if excess.sum() > 0:
-            remaining[parent] = excess / excess.sum()
+        remaining[parent], _ = residual(jnp.asarray(remaining[parent]), jnp.asarray(proposal))
     return chances
 
 
@@ -297,7 +298,7 @@ def _bars(
     q: Float[np.ndarray, " V"] | None,
     named: set[int],
 ) -> list[list[Any]]:
-    """Returns id, text, ``p`` and ``q`` of the most likely tokens and of the named ones, the most likely first."""
+    """Returns id, text, ``p`` and ``q`` of the most likely and the named tokens, by ``p``."""
     likely = [*np.argsort(-p)[:_NUM_BARS], *([] if q is None else np.argsort(-q)[:_NUM_BARS])]
     tokens = named | {
         int(token) for token in likely if p[token] > 0 or (q is not None and q[token] > 0)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from eagle3_jax.decode import SpeculativeDecoder
@@ -26,7 +26,7 @@ from eagle3_jax.server.transport import (
 from eagle3_jax.server.worker import Watch
 from eagle3_jax.topology import Chain, DynamicTree
 
-PAGE = Path(__file__).parent / "page.html"
+PAGE = Path(__file__).with_name("page.html")
 SERVED = "as the server"
 _SHAPES = {f"chain of {length}": Chain(length) for length in (1, 2, 3, 4, 5, 6, 8)}
 _SHAPES |= {
@@ -43,6 +43,13 @@ _FIELDS = {
     "draft",
     "draft_sampling",
 }
+
+
+def page() -> str:
+    """Returns the page, with the script that draws trees in it: it loads nothing."""
+    return PAGE.read_text("utf-8").replace(
+        "/* trees.js */", PAGE.with_name("trees.js").read_text("utf-8")
+    )
 
 
 class Viewer:
@@ -76,7 +83,7 @@ class Viewer:
         self._latest: Watch | None = None
         self._shapes = _usable_shapes(offer.decoder)
         self.routes = [
-            Route("/", lambda request: FileResponse(PAGE)),
+            Route("/", lambda request: HTMLResponse(page())),
             Route("/watch", self._tell, methods=["GET"]),
             Route("/watch", self._watch, methods=["POST"]),
         ]
