@@ -156,7 +156,7 @@ def acceptance(options: Options) -> Lines:
 
 
 def accepted(
-    target: e3.LoadedTarget, drafter: Any, cell: Cell, prompts: Sequence[Sequence[int]]
+    target: e3.LoadedTarget, drafter: Any, cell: Cell, prompts: Sequence[Tokens]
 ) -> Record:
     """Decodes prompts with one draft and returns the counters."""
     decoder = e3.SpeculativeDecoder(target, drafter, **cell.options)
@@ -363,7 +363,8 @@ def replay(
         return jnp.where(running, length + accepted + 1, length), rounds + running, drafted
 
     zero = jnp.zeros_like(start)
-    return jax.lax.while_loop(is_running, step, (start, zero, zero))[1:]
+    _, rounds, drafted = jax.lax.while_loop(is_running, step, (start, zero, zero))
+    return rounds, drafted
 
 
 # Drafting methods
