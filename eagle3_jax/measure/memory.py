@@ -15,7 +15,10 @@ _WORDS = re.compile(
 
 
 def allocate_on_demand() -> None:
-    """Lets JAX take a GPU's memory as it needs it, so that PyTorch gets some. Call it before JAX uses the device."""
+    """Lets JAX take a GPU's memory as it needs it, so that PyTorch gets some.
+
+    Call it before JAX uses the device.
+    """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
@@ -24,12 +27,13 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if isinstance(error, AssertionError):  # a failed check, which may quote such an error
+        # A failed check may quote such an error.
+        if isinstance(error, AssertionError):
             return False
+
         # torch.OutOfMemoryError and JAX's error are RuntimeErrors.
-        if isinstance(error, MemoryError) or (
-            isinstance(error, RuntimeError) and _WORDS.search(str(error))
-        ):
+        has_words = isinstance(error, RuntimeError) and _WORDS.search(str(error))
+        if isinstance(error, MemoryError) or has_words:
             return True
         error = error.__cause__ or error.__context__
     return False
