@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from eagle3_jax.checks import checked_sampling, sampling_mode_of
 from eagle3_jax.decode import SpeculativeDecoder
 from eagle3_jax.engine.engine import Engine, sampling_of
+from eagle3_jax.loaded import LoadedTarget
 from eagle3_jax.prompts.request import Request
 from eagle3_jax.results import Generation
 from eagle3_jax.stats import TokenLogProb
@@ -52,7 +53,7 @@ def complete(
     target = decoder.target
     # The limits as the target's positions allow them; results report the prompts as encoded.
     encoded = [request.encoded(target) for request in requests]
-    bounded = [_bounded(decoder, request) for request in encoded]
+    bounded = [_bounded(request, target) for request in encoded]
 
     params = checked_sampling(sampling_of(bounded), len(bounded))
     longest = max(len(request.tokens) + request.max_new_tokens for request in bounded)
@@ -104,9 +105,9 @@ def complete(
             yield answer.number, result
 
 
-def _bounded(decoder: SpeculativeDecoder, request: Request) -> Request:
+def _bounded(request: Request, target: LoadedTarget) -> Request:
     """Returns the request with a limit that the target's positions allow."""
-    room = decoder.target.max_positions - len(request.tokens)
+    room = target.max_positions - len(request.tokens)
     if request.max_new_tokens <= room:
         return request
     return dataclasses.replace(request, max_new_tokens=room)

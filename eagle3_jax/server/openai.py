@@ -162,7 +162,7 @@ def read_request(values: Mapping[str, Any], offer: Offer, *, is_chat: bool) -> C
         ignore_stop=fields.take("ignore_eos", bool, False),
     )
     is_text = isinstance(unlimited.prompt, str) and not is_chat
-    completion_request = CompletionRequest(
+    completion = CompletionRequest(
         request=request,
         is_chat=is_chat,
         prompt_text=unlimited.prompt if is_text else None,
@@ -175,7 +175,7 @@ def read_request(values: Mapping[str, Any], offer: Offer, *, is_chat: bool) -> C
     )
 
     fields.refuse_unread()
-    return completion_request
+    return completion
 
 
 class _Fields:
@@ -309,12 +309,12 @@ class Answer:
         finish_reason: ``stop`` or ``length``; ``None`` until the answer ends.
     """
 
-    def __init__(self, completion_request: CompletionRequest, offer: Offer) -> None:
-        kind = "chatcmpl" if completion_request.is_chat else "cmpl"
+    def __init__(self, completion: CompletionRequest, offer: Offer) -> None:
+        kind = "chatcmpl" if completion.is_chat else "cmpl"
         tokenizer = offer.decoder.target.tokenizer
-        self._request = completion_request
+        self._completion = completion
         self._tokenizer = tokenizer
-        self._text = StoppedText(tokenizer, completion_request.request.stops)
+        self._text = StoppedText(tokenizer, completion.request.stops)
 
         self._base = {
             "id": f"{kind}-{uuid.uuid4().hex}",
@@ -335,9 +335,9 @@ class Answer:
         Args:
             scores: One entry per token if log-probabilities are wanted. The first token has none.
         """
-        request = self._request.request
+        request = self._completion.request
         pieces = Pieces(self._tokenizer).decode(request.tokens)
-        text = self._request.prompt_text
+        text = self._completion.prompt_text
         if text is None:
             text = "".join(pieces)
         if request.max_new_tokens == 0:
@@ -368,10 +368,10 @@ class Answer:
         pieces: list[str],
         scores: Sequence[TokenLogProb | None] | None,
     ) -> dict[str, Any]:
-        request = self._request
+        completion = self._completion
         logprobs = None
-        if request.logprobs is not None and scores is not None:
-            if request.is_chat:
+        if completion.logprobs is not None and scores is not None:
+            if completion.is_chat:
                 logprobs = self._chat_logprobs(tokens, scores)
             else:
                 logprobs = self._logprobs(tokens, pieces, scores)
@@ -381,16 +381,16 @@ class Answer:
             "logprobs": logprobs,
             "finish_reason": self.finish_reason,
         }
-        if request.is_chat:
+        if completion.is_chat:
             part = {"role": "assistant", "content": text} if self._is_first else {"content": text}
-            choice["delta" if request.stream else "message"] = part
+            choice["delta" if completion.stream else "message"] = part
         else:
             choice["text"] = text
         choice["stop_reason"] = self._text.stop
-        if request.with_ids:
+        if completion.with_ids:
             choice["token_ids"] = list(tokens)
             if self._is_first:
-                choice["prompt_token_ids"] = request.request.tokens
+                choice["prompt_token_ids"] = completion.request.tokens
 
         self._is_first = False
         return choice
@@ -434,13 +434,13 @@ class Answer:
 
         They are the likeliest ones, as many as it asks for, and ``token``.
         """
-        logprobs = dict(score.top[: self._request.logprobs])
+        logprobs = dict(score.top[: self._completion.logprobs])
         if token is not None:
             logprobs[token] = score.logprob
         return [(self._name(likely), _finite(logprob)) for likely, logprob in logprobs.items()]
 
     def _name(self, token: int) -> str:
-        if self._request.tokens_as_ids or self._tokenizer is None:
+        if self._completion.tokens_as_ids or self._tokenizer is None:
             return f"token_id:{token}"
         return self._tokenizer.decode([token], skip_special_tokens=False)
 
@@ -452,12 +452,12 @@ class Answer:
             usage: Whether the numbers of tokens are added.
         """
         kind = "text_completion"
-        if self._request.is_chat:
-            kind = "chat.completion.chunk" if self._request.stream else "chat.completion"
+        if self._completion.is_chat:
+            kind = "chat.completion.chunk" if self._completion.stream else "chat.completion"
         body = {**self._base, "object": kind, "choices": choices}
 
         if usage:
-            num_prompt = len(self._request.request.tokens)
+            num_prompt = len(self._completion.request.tokens)
             body["usage"] = {
                 "prompt_tokens": num_prompt,
                 "completion_tokens": self.num_tokens,
