@@ -104,9 +104,9 @@ class _Command(TyperCommand):
             for parameter in self.params
             if parameter.name and parameter.opts[0].startswith("--")
         }
-        subject, _, rest = message.partition(" is ")
-        if rest and subject in options:
-            message = f"{options[subject]} is {rest}"
+        subject, _, predicate = message.partition(" is ")
+        if predicate and subject in options:
+            message = f"{options[subject]} is {predicate}"
 
         # Other words with an underscore are names too, but not keys such as num_nodes=60.
         compound = "|".join(name for name in options if "_" in name)

@@ -71,9 +71,12 @@ def fetch_first(target: str | None, *drafters: str | None) -> None:
     from eagle3_jax.files.published import PUBLISHED, cached_path, is_published
     from eagle3_jax.theory.known_models import similar_targets
 
-    heads = [name for name in drafters if not is_named(without_lookup(name or ""))]
-    options = [("--target", target), *(("--drafter", head) for head in heads)]
-    for option, source in options:
+    heads = [
+        ("--drafter", drafter)
+        for drafter in drafters
+        if not is_named(without_lookup(drafter or ""))
+    ]
+    for option, source in (("--target", target), *heads):
         if source == "":
             raise Misuse(
                 f"{option} is empty; name a directory or a hub id, or leave it out for the"
@@ -265,10 +268,13 @@ def find_own(option: str, source: str | None) -> OwnPart | None:
         imported = importlib.import_module(module)
     # The user's module may fail in any way.
     except Exception as error:
-        absent = error.name if isinstance(error, ModuleNotFoundError) else None
-        if absent and f"{module}.".startswith(f"{absent}."):
+        if (
+            isinstance(error, ModuleNotFoundError)
+            and error.name
+            and f"{module}.".startswith(f"{error.name}.")
+        ):
             raise Misuse(
-                f"{option} {source}: there is no module {absent!r} in the current directory or"
+                f"{option} {source}: there is no module {error.name!r} in the current directory or"
                 f" among the installed packages; see {PAGE}"
             ) from None
         raise Misuse(

@@ -161,11 +161,11 @@ def read_request(values: Mapping[str, Any], offer: Offer, *, is_chat: bool) -> C
         stops=stops,
         ignore_stop=fields.take("ignore_eos", bool, False),
     )
-    is_text = isinstance(unlimited.prompt, str) and not is_chat
+    prompt_text = unlimited.prompt if isinstance(unlimited.prompt, str) and not is_chat else None
     completion = CompletionRequest(
         request=request,
         is_chat=is_chat,
-        prompt_text=unlimited.prompt if is_text else None,
+        prompt_text=prompt_text,
         stream=stream,
         include_usage=bool((stream_options or {}).get("include_usage")),
         logprobs=logprobs,

@@ -74,8 +74,11 @@ class MethodOptions:
     def read(self, *, is_shape: bool, is_load: bool) -> Methods:
         """Returns the drafts of these options, or the default ones of a kind of measurement."""
         options: dict[str, Any] = dict(_LOAD if is_load else _SHAPE if is_shape else _TRAINED)
-        chosen = {name: vars(self)[name] for name in options}
-        options |= {name: value for name, value in chosen.items() if value is not None}
+        options |= {
+            name: value
+            for name, value in vars(self).items()
+            if name in options and value is not None
+        }
         trees = options["tree"]
         if "none" in trees and len(trees) > 1:
             raise Misuse("--tree none leaves trees out; give it once, or trees")
@@ -240,8 +243,10 @@ class Field:
         for draft in drafts:
             name = f"{prefix}{draft.name}{methods.mark}"
             try:
-                options = {**draft.options, "verifier": methods.rule(draft.depth)}
-                self._add(name, models.dtype, models.target, drafter, **options)
+                rule = methods.rule(draft.depth)
+                self._add(
+                    name, models.dtype, models.target, drafter, **draft.options, verifier=rule
+                )
             except ValueError as error:
                 # A tree is among the defaults, and not every drafter has one.
                 is_chain = "num_speculative_tokens" in draft.options

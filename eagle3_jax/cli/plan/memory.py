@@ -140,9 +140,11 @@ def _rows(deployment: Deployment, plan: MemoryPlan, tokens: int) -> list[list[st
         parts.append(cache_of("head's cache", plan.head_cache, head))
     if plan.states:
         parts.append(_Part("states", plan.states, "of recurrent layers, whatever the length"))
-    parts.append(_Part("activations", plan.activations, "estimate"))
-    parts.append(_Part("reserve", plan.reserve, "--reserve-gb"))
-    parts.append(_Part("total", plan.total, ""))
+    parts += [
+        _Part("activations", plan.activations, "estimate"),
+        _Part("reserve", plan.reserve, "--reserve-gb"),
+        _Part("total", plan.total, ""),
+    ]
 
     digits = 2 if plan.target_weights > 1e9 else 4
     return [[part.name, f"{part.size / 1e9:.{digits}f}", part.note] for part in parts]
