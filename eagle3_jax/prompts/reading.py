@@ -109,6 +109,11 @@ def _option(name: str, value: Any, where: str) -> Any:
         is_valid = isinstance(value, list) and all(isinstance(text, str) and text for text in value)
     elif name in ("temperature", "top_p"):
         is_valid = isinstance(value, int | float) and not isinstance(value, bool)
+        # A whole number of hundreds of digits is not a float.
+        try:
+            value = float(value) if is_valid else value
+        except OverflowError:
+            is_valid = False
     else:
         limit = 2**32 if name == "seed" else 2**31
         is_valid = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < limit
