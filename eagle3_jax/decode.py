@@ -482,11 +482,7 @@ class SpeculativeDecoder:
             )
 
     def _generate_until(
-        self,
-        stops: list[list[str]],
-        loop: SpeculativeLoop,
-        batch: Prompts,
-        rows: list[list[int]],
+        self, stops: list[list[str]], loop: SpeculativeLoop, batch: Prompts, rows: list[list[int]]
     ) -> GenerationResult:
         """Generates round by round, until each row has a text that contains one of its ``stops``.
 

@@ -115,9 +115,9 @@ class LoadedTarget:
         if self.chat_template is None:
             raise ValueError(f"{self.name} has no chat template; give the prompt as text")
 
+        # The template has the special tokens.
         return tokenized(
             self.chat_template.render(messages),
-            # The template has the special tokens.
             lambda part: tokenizer.encode(part, add_special_tokens=False).ids,
             positions=self.max_positions,
             holds=self.holds,

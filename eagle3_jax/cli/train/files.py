@@ -284,12 +284,12 @@ def write_target(out: Path, data: Path, config: DecoderConfig, params: Any, *, d
     from eagle3_jax.training.corpus import END_OF_TEXT
 
     stop = read_corpus(data)[1].token_to_id(END_OF_TEXT)
+    # The tokenizer is copied from the source.
     checkpoint = conversion.TargetCheckpoint(
         config=config,
         family=FAMILIES["llama"],
         params=_stored(params, dtype),
         stop_tokens=() if stop is None else (stop,),
-        # The tokenizer goes with the target.
         source=data,
         dtype=dtype,
     )
