@@ -1,4 +1,4 @@
-"""Environment and inputs of a run, without paths and environment variables: it may be published."""
+"""Environment and inputs of a run, without paths and environment variables, so that they may be published."""
 
 from __future__ import annotations
 
@@ -36,10 +36,6 @@ def environment(
     """
     devices = jax.devices()
     memory = round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
-    prompts: Any = [source(str(file), "") for file in prompt_files]
-    if not prompts:
-        prompts = source(None, "prompts.jsonl")
-
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": {"eagle3_jax": __version__, **{name: version(name) for name in PACKAGES}},
@@ -56,7 +52,8 @@ def environment(
         },
         "target": source(target, "target"),
         "drafter": source(drafter, "eagle3"),
-        "prompts": prompts,
+        "prompts": [source(str(file), "") for file in prompt_files]
+        or source(None, "prompts.jsonl"),
     }
 
 
@@ -110,9 +107,7 @@ def source(name: str | None, part: str) -> dict[str, Any]:
 
 
 def sha256_of(path: str | Path) -> str:
-    """Returns the hash of a file, or of the configuration and weights of a checkpoint.
-
-    That of a checkpoint covers the names of its files too.
+    """Returns the hash of a file, or of names and contents of configuration and weights of a checkpoint.
 
     Raises:
         ValueError: The directory holds no checkpoint.
@@ -129,10 +124,7 @@ def sha256_of(path: str | Path) -> str:
 
 
 def sha256_of_code() -> str:
-    """Returns one hash of this library and, in a checkout, its tests and validation.
-
-    Uncommitted changes count.
-    """
+    """Returns one hash of this library and, in a checkout, its tests and validation; uncommitted changes count."""
     folders = [ROOT / name for name in ("eagle3_jax", "tests", "validation")]
     files = [
         file
@@ -153,16 +145,14 @@ def sha256_of_prompts(prompts: Sequence[str | Sequence[int] | np.ndarray]) -> st
             text = "text\0" + prompt
         else:
             text = "ids\0" + ",".join(str(int(token)) for token in prompt)
-        # Hashes have equal sizes, so prompts cannot run into each other.
-        digest.update(hashlib.sha256(text.encode()).digest())
+        digest.update(
+            hashlib.sha256(text.encode()).digest()
+        )  # equal sizes, so prompts cannot run into each other
     return digest.hexdigest()
 
 
 def committable(text: str) -> str:
-    """Replaces absolute paths by base names and removes host names, so that a text may be public.
-
-    Addresses of this machine stay.
-    """
+    """Replaces absolute paths by base names and removes host names, so that a text may be published."""
     text = re.sub(r"(https?://)(?!localhost|127\.)[^\s/'\"]+", r"\1HOST", text)
     return re.sub(r"(?<![\w/.:])~?/(?:[^\s/'\"]+/)+", "", text)
 

@@ -159,10 +159,11 @@ class Contrast:
 def smallest_deviation(tokens: int, degrees: int, *, alpha: float) -> float:
     """Returns the smallest relative deviation of cell probabilities that is found with 90 % power.
 
-    It is a root mean square. With ``p'(x | s) = p(x | s) (1 + ε(x, s))`` Pearson's statistic over
-    the cells ``(s, x)`` is a noncentral chi-square of noncentrality ``tokens · Σ p ε²``. If a
-    stratum mixes several distributions, a deviation that they share is detected at least as well.
-    The test fails at the significance ``alpha``.
+    It is a root mean square.
+    With ``p'(x | s) = p(x | s) (1 + ε(x, s))`` Pearson's statistic over the cells ``(s, x)`` is a
+    noncentral chi-square of noncentrality ``tokens · Σ p ε²``. If a stratum mixes several
+    distributions, a deviation that they share is detected at least as well. The test fails at the
+    significance ``alpha``.
     """
     if tokens == 0 or degrees == 0:
         return math.inf

@@ -1,4 +1,4 @@
-"""Checks that this machine's GPU is used, so that figures of a CPU are not taken for its own."""
+"""Checks that a GPU of this machine is used, so that figures of a CPU are not taken for those of a GPU."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def on_gpu() -> bool:
 
 
 def gpu_problem(*, required: bool = False) -> str | None:
-    """Returns why jax does not compute on the GPU, with the remedy; ``None`` without a problem.
+    """Returns why jax does not compute on the GPU, in one line with the remedy; ``None`` without a problem.
 
-    Unless a GPU is required, a machine without one is not a problem, and neither is
+    Unless a GPU is required, a machine without one is no problem, and neither is
     ``JAX_PLATFORMS=cpu``. The check starts the device, so options that share its memory must be set
     before.
 
@@ -45,23 +45,17 @@ def gpu_problem(*, required: bool = False) -> str | None:
         if on_gpu():
             return None
         seen = f"jax {jax.__version__} sees only {jax.devices()[0].platform}"
-    # JAX_PLATFORMS may name a device that does not start.
-    except RuntimeError as error:
+    except RuntimeError as error:  # JAX_PLATFORMS names a device that does not start
         seen = f"jax {jax.__version__} sees no device ({' '.join(str(error).split())[:200]})"
-
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return f"{seen}, for JAX_PLATFORMS is {platforms}; unset it" if required else None
-
     here = has_gpu()
     if not here and not required:
         return None
     if any(importlib.util.find_spec(name) for name in _PLUGINS):
-        return (
-            f"{seen}; its plugin for CUDA is installed and does not start: CUDA 13 needs a driver"
-            " of 580 (nvidia-smi); JAX_PLATFORMS=cuda python -c 'import jax; jax.devices()' tells"
-            " the reason"
-        )
-    where = "no NVIDIA GPU is seen here (nvidia-smi, /dev/nvidia0)"
-    if here:
-        where = "an NVIDIA GPU is here"
+        why = "its plugin for CUDA is installed and does not start: CUDA 13 needs a driver of 580 (nvidia-smi); "
+        return f"{seen}; {why}JAX_PLATFORMS=cuda python -c 'import jax; jax.devices()' tells the reason"
+    where = (
+        "an NVIDIA GPU is here" if here else "no NVIDIA GPU is seen here (nvidia-smi, /dev/nvidia0)"
+    )
     return f"{seen}, and {where}; a jax with CUDA: pip install 'jax[cuda13]=={jax.__version__}'"

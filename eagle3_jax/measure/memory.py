@@ -15,10 +15,7 @@ _WORDS = re.compile(
 
 
 def allocate_on_demand() -> None:
-    """Lets JAX take a GPU's memory as it needs it, so that PyTorch gets some.
-
-    Call it before JAX uses the device.
-    """
+    """Lets JAX take a GPU's memory as it needs it, so that PyTorch gets some. Call it before JAX uses the device."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
@@ -27,13 +24,12 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        # A failed check may quote such an error.
-        if isinstance(error, AssertionError):
+        if isinstance(error, AssertionError):  # a failed check, which may quote such an error
             return False
-
         # torch.OutOfMemoryError and JAX's error are RuntimeErrors.
-        has_words = isinstance(error, RuntimeError) and _WORDS.search(str(error))
-        if isinstance(error, MemoryError) or has_words:
+        if isinstance(error, MemoryError) or (
+            isinstance(error, RuntimeError) and _WORDS.search(str(error))
+        ):
             return True
         error = error.__cause__ or error.__context__
     return False

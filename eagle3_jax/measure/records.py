@@ -1,4 +1,4 @@
-"""Records of measurements as JSON files, which the same command continues."""
+"""Records of measurements as JSON files: written after every figure, and continued by the same command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_record(path: Path, conditions: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Reads what an earlier run measured under the same conditions; ``None`` without a file.
+    """Reads what an earlier run measured under the same conditions; ``None`` if there is no file.
 
     Args:
         path: The JSON file.
@@ -25,7 +25,7 @@ def read_record(path: Path, conditions: Mapping[str, Any]) -> dict[str, Any] | N
             them makes its figures incomparable with new ones.
 
     Raises:
-        ValueError: The file is not such a record, or one of other conditions.
+        ValueError: The file is no such record, or one of other conditions.
     """
     if not path.exists():
         return None
@@ -33,10 +33,7 @@ def read_record(path: Path, conditions: Mapping[str, Any]) -> dict[str, Any] | N
         record = json.loads(path.read_text())
         changed = [name for name in conditions if record.get(name) != conditions[name]]
     except (ValueError, AttributeError):
-        raise ValueError(
-            f"{path} is not a record of this experiment; give another --output"
-        ) from None
-
+        raise ValueError(f"{path} is no record of this experiment; give another --output") from None
     if changed:
         raise ValueError(
             f"{path} holds a run with another {', '.join(changed)}; give another --output"

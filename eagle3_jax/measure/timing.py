@@ -50,8 +50,10 @@ class CompileClock:
             now = time.perf_counter()
             self._spans.append((now - duration, now))
         self.programs += event == "/jax/core/compile/backend_compile_duration"
-        is_lowered = event == "/jax/core/compile/jaxpr_to_mlir_module_duration"
-        if is_lowered and self.on_compiling is not None:
+        if (
+            event == "/jax/core/compile/jaxpr_to_mlir_module_duration"
+            and self.on_compiling is not None
+        ):
             self.on_compiling()
 
     @property
@@ -75,10 +77,7 @@ class Latency:
 
     @classmethod
     def of(cls, seconds: Iterable[float]) -> Latency:
-        """Returns percentiles of at least one value.
-
-        With fewer than a hundred, ``p99`` is close to the largest.
-        """
+        """Returns percentiles of at least one value; with fewer than a hundred, ``p99`` is close to the largest."""
         return cls(*np.quantile(np.fromiter(seconds, float), _PERCENTILES).tolist())
 
 
@@ -121,9 +120,9 @@ class Quantiles:
 
 
 def quantile(values: np.ndarray, share: float) -> Interval:
-    """Returns a quantile with its interval, whose ends are two of the values.
+    """Returns a quantile with its interval, whose ends are two of the values (Conover, 1999, section 3.2).
 
-    An end is ``None`` where there are too few values to give one (Conover, 1999, section 3.2).
+    An end is ``None`` where there are too few values to give one.
     """
     from scipy import stats
 
@@ -133,9 +132,7 @@ def quantile(values: np.ndarray, share: float) -> Interval:
 
 
 def ratio_of_sums(numerators: ArrayLike, denominators: ArrayLike) -> Interval:
-    """Returns ``Σ numerators / Σ denominators``, resampled in pairs.
-
-    It is a percentile bootstrap (Efron, 1979).
+    """Returns ``Σ numerators / Σ denominators``, resampled in pairs (percentile bootstrap; Efron, 1979).
 
     Args:
         numerators: At least one value, such as the seconds of the baseline for each batch in each
@@ -153,8 +150,7 @@ def geometric_mean(ratios: ArrayLike) -> Interval:
 
 
 def _interval(statistic: Callable[..., Any], *data: ArrayLike) -> Interval:
-    # Importing it takes longer than most uses of this module.
-    from scipy import stats
+    from scipy import stats  # here, because importing it takes longer than most uses of this module
 
     arrays = [np.asarray(values, float) for values in data]
     value = float(statistic(*arrays, axis=0))

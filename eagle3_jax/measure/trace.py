@@ -31,7 +31,7 @@ def record(
     sampling: SamplingParams,
     seed: int | Sequence[int],
 ) -> Trace:
-    """Generates with the step that ``generate`` compiles into its loop, and records every round.
+    """Generates round by round with the step that ``generate`` compiles into its loop, and records every round.
 
     Args:
         decoder: The decoder.
@@ -41,10 +41,8 @@ def record(
         seed: Random seed, 0 to 2^32 - 1, or one per prompt.
     """
     encoded = [decoder.target.encode(prompt) for prompt in prompts]
-
     start = time.perf_counter()
     state = decoder.prefill(encoded, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
-
     rounds: list[list[dict[str, Any]]] = [[] for _ in encoded]
     while (running := to_host(state.running)).any():
         latest = decoder.step(state)
@@ -52,7 +50,6 @@ def record(
             if running[row]:
                 rounds[row].append(description)
         state = latest.state
-
     seconds = time.perf_counter() - start
     traces = [
         {"prompt_ids": ids, "rounds": of_prompt}
@@ -68,18 +65,18 @@ def describe(latest: Round) -> list[dict[str, Any]]:
     nodes_of_rows = (draft.tokens, draft.parents, latest.positions, draft.valid)
     outcomes = (verdict.path, verdict.num_accepted, verdict.next_token)
     columns = to_host((*nodes_of_rows, *outcomes))
-
     rows = []
     for tokens, parents, positions, valid, path, accepted, following in zip(*columns, strict=True):
         nodes = np.flatnonzero(valid)
         number = {int(node): index for index, node in enumerate(nodes)} | {-1: -1}
-        row = {
-            "tokens": tokens[nodes].tolist(),
-            "parents": [number[int(parent)] for parent in parents[nodes]],
-            "positions": positions[nodes].tolist(),
-            "path": [number[int(node)] for node in path if node >= 0],
-            "num_accepted": int(accepted),
-            "next_token": int(following),
-        }
-        rows.append(row)
+        rows.append(
+            {
+                "tokens": tokens[nodes].tolist(),
+                "parents": [number[int(parent)] for parent in parents[nodes]],
+                "positions": positions[nodes].tolist(),
+                "path": [number[int(node)] for node in path if node >= 0],
+                "num_accepted": int(accepted),
+                "next_token": int(following),
+            }
+        )
     return rows

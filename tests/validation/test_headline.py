@@ -140,7 +140,7 @@ def test_our_rows_have_the_ratios_to_vllm(runs: dict[str, Any]) -> None:
 
 
 BAD = {
-    "no record": (["--output", "NONE"], "is not a record of this experiment"),
+    "no record": (["--output", "NONE"], "is no record of this experiment"),
     "other options": (
         ["--repeats", "3"],
         "holds a run with another options; give another --output",
