@@ -91,20 +91,15 @@ def _load_model(
     checkpoint = read_target(directory, family)
     model = DecoderTarget(checkpoint.config, precision)
     mesh = None if mesh is None else as_mesh(mesh)
-
     shardings = None if mesh is None else param_shardings(mesh, model, model.param_shapes())
     products = model.param_products()
-
     kept_as = "" if checkpoint.quantisation is None else checkpoint.quantisation.kept_as
     if kept_as and weights.startswith(kept_as):
         # Parameters that the file has in eight bits stay as they are stored. No others are
         # quantised.
-        def product_of(leaf: Any, product: str) -> str:
-            return product if getattr(leaf, "kept_as", "") == kept_as else ""
-
-        products = jax.tree.map(product_of, checkpoint.params, products)
+        stored = lambda leaf, product: product if getattr(leaf, "kept_as", "") == kept_as else ""
+        products = jax.tree.map(stored, checkpoint.params, products)
     params = quantised(checkpoint.params, products, weights)
-
     max_positions, bound = _bound(checkpoint.config)
     return LoadedTarget(
         model=model,
@@ -122,41 +117,38 @@ def _load_model(
 
 
 def _bound(config: DecoderConfig) -> tuple[int, str]:
-    """Returns the number of positions that are computed.
-
-    If the published model has more, the reason comes with it.
-    """
+    """Returns the number of positions that are computed, and the reason if the published model has more."""
     most = config.max_positions
     index_sizes = {
         layer.mixer.index_topk for layer in config.layers if isinstance(layer.mixer, Latent)
     }
     if most in index_sizes:
-        reason = (
-            f"beyond them its attention is sparse, to {most} tokens, which is not computed here"
+        return (
+            most,
+            f"beyond them its attention is sparse, to {most} tokens, which is not computed here",
         )
-        return most, reason
-
     ropes = [layer.mixer.rope for layer in config.layers if isinstance(layer.mixer, GroupedQuery)]
     originals = [
         rope.original_max_positions or most for rope in ropes if rope and rope.type == "longrope"
     ]
     original = min(originals, default=most)
     if original < most:
-        reason = (
-            "beyond them its rotary embedding (longrope) has other factors, which are not computed"
-            " here"
+        return (
+            original,
+            (
+                "beyond them its rotary embedding (longrope) has other factors, which are not"
+                " computed here"
+            ),
         )
-        return original, reason
     return most, ""
 
 
 def load_drafter(
     source: str | Path | None = None, *, target: LoadedTarget, layer_ids: str | None = None
 ) -> LoadedDrafter:
-    """Loads a draft head or a draft model, in the precision of a target and over its mesh.
+    """Loads a draft head or a draft model for a target, in the target's precision and weights, and over its mesh.
 
-    Its kernels are stored like the target's. A head without an embedding shares the target's
-    array. A language model becomes a draft model.
+    A head without an embedding shares the target's array. A language model becomes a draft model.
 
     Args:
         source: A directory with a head in any supported dialect or with a language model of any
@@ -168,7 +160,7 @@ def load_drafter(
             SpecForge).
 
     Raises:
-        ValueError: It is not a drafter of a known method, or does not fit the target; the message
+        ValueError: It is no drafter of a known method, or it does not fit the target; the message
             gives the reason.
     """
     from eagle3_jax.conversion.heads import HEADS, make_drafter
@@ -178,11 +170,9 @@ def load_drafter(
         raise ValueError(
             f"{type(target.model).__name__} is not a target that draft heads are loaded for"
         )
-
     precision = target.model.precision
     directory = locate(source, "eagle3", suggest=similar_drafters)
     opened = open_checkpoint(directory)
-
     if opened.kind not in HEADS:
         if layer_ids is not None:
             raise ValueError(
@@ -191,7 +181,6 @@ def load_drafter(
             )
         model = _load_model(directory, precision, None, target.mesh, str(source), target.weights)
         return draft_model(model, target)
-
     checkpoint = head_of(opened, target.model.config, layer_ids=layer_ids)
     tables = target.model.tables(target.params)
     drafter, params = make_drafter(checkpoint, tables, precision, target.mesh, target.weights)

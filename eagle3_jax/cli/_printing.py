@@ -115,9 +115,11 @@ def cell_text(name: str, value: Any) -> str:
         case {"median": median, "low": low, "high": high}:
             return f"{_number(median)} ({_number(low)}-{_number(high)})"
         case {"value": mean, "low": low, "high": high}:
-            if low is None:
-                return _number(mean)
-            return f"{_number(mean)} [{_number(low)}-{_number(high)}]"
+            return (
+                _number(mean)
+                if low is None
+                else f"{_number(mean)} [{_number(low)}-{_number(high)}]"
+            )
         case {"p50": {}, "p90": {}, "p99": {}}:
             return " ".join(f"{1e3 * interval['value']:.0f}" for interval in value.values())
         case {"p50": _, "p90": _, "p99": _}:

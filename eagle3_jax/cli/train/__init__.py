@@ -1,4 +1,4 @@
-"""``eagle3 train``: texts and a draft head for a target; and a small target from CPython's code."""
+"""``eagle3 train``: texts and a draft head for a target; and a small target, from an installed CPython."""
 
 from __future__ import annotations
 
@@ -128,16 +128,14 @@ def corpus(
         raise Misuse(f"{out} exists already; name a new directory")
     if docs is not None and not docs.is_dir():
         raise Misuse(f"--docs {docs} is not a directory; give CPython's Doc folder")
-
     documents = texts.read_corpus(source, docs)
     train = [document for document in documents if not document.held_out]
     held_out = [document for document in documents if document.held_out]
     if not train or not held_out:
         raise Misuse(
-            f"--stdlib {source} is not a CPython Lib: it holds {len(train)} files to train on,"
+            f"--stdlib {source} is no CPython Lib: it holds {len(train)} files to train on,"
             f" {len(held_out)} held out"
         )
-
     with spinner("training the tokenizer"):
         tokenizer = texts.train_tokenizer((document.text for document in train), vocab_size)
     with spinner("encoding"), whole_directory(out) as folder:
@@ -146,7 +144,6 @@ def corpus(
             np.save(folder / name, texts.encode(tokenizer, part, seed))
         texts.write_documents(folder / "train.jsonl", train)
         texts.write_manifest(folder / "corpus.jsonl", documents)
-
     sizes = [len(np.load(out / name, mmap_mode="r")) for name in ("train.npy", "heldout.npy")]
     typer.echo(
         f"wrote {out}: {len(train)} files, {sizes[0]:,} tokens; held out {len(held_out)} files,"
@@ -189,7 +186,6 @@ def target(
     config = shape.config(tokenizer.get_vocab_size())
     model = DecoderTarget(config, precision_named(dtype))
     check_trainable(model.param_shapes())
-
     schedule = optimizer.schedule(steps)
     batches = random_windows(tokens, _phases(phases, steps), seed)
     options = {
@@ -199,7 +195,6 @@ def target(
         "--seed": seed,
     }
     same_run(out, options | named(optimizer) | named(shape) | {"--dtype": dtype})
-
     trainer = Trainer(functools.partial(next_token_loss, model), schedule, out / "checkpoints")
     start = model.init(jax.random.key(seed))
     state = train(trainer, start, batches, steps=steps, total=steps, save_every=running.save_every)
