@@ -1,4 +1,7 @@
-"""The decoder that users call: prompts in, text and statistics out. The output is exactly the target's."""
+"""The decoder that users call: prompts in, text and statistics out.
+
+The output is exactly the target's.
+"""
 
 from __future__ import annotations
 
@@ -52,14 +55,16 @@ _SHORTEST_PROMPT = 16
 
 
 class SpeculativeDecoder:
-    """Decodes with a target and a drafter. The output is the target's own, whatever the drafter proposes.
+    """Decodes with a target and a drafter.
 
-    A drafter that returns ``probs`` must have sampled its tokens from them (``docs/drafters.md``).
+    The output is the target's own, whatever the drafter proposes. A drafter that returns ``probs``
+    must have sampled its tokens from them (``docs/drafters.md``).
 
     Example::
 
         target = e3.load_target()
-        decoder = e3.SpeculativeDecoder(target, e3.load_drafter(target=target), num_speculative_tokens=5)
+        drafter = e3.load_drafter(target=target)
+        decoder = e3.SpeculativeDecoder(target, drafter, num_speculative_tokens=5)
         print(decoder.generate("def fibonacci(n):", max_new_tokens=64).texts[0])
     """
 
@@ -127,6 +132,7 @@ class SpeculativeDecoder:
                 "more than one of num_speculative_tokens, tree and schedule was given; a draft is a"
                 " chain, a tree, or a chain by schedule"
             )
+
         drafter = Plain() if drafter is None else drafter
         loaded = drafter if isinstance(drafter, LoadedDrafter) else LoadedDrafter(drafter)
         check_part(target.model, "target")
@@ -134,6 +140,7 @@ class SpeculativeDecoder:
         topology = Chain(length) if length is not None else tree
         configured_drafter = configured(loaded.drafter, topology, draft_sampling)
         _check_size(configured_drafter, target)
+
         params = LoopParams(target=target.params, drafter=loaded.params)
         mesh = target.mesh if mesh is None else as_mesh(mesh)
         if invariant:
@@ -142,6 +149,7 @@ class SpeculativeDecoder:
             target_shardings = param_shardings(mesh, target.model, params.target)
             drafter_shardings = param_shardings(mesh, configured_drafter, params.drafter)
             params = place(params, LoopParams(target_shardings, drafter_shardings))
+
         self.mesh = mesh
         self.params = params
         self.target = dataclasses.replace(target, params=params.target, mesh=mesh)
@@ -149,6 +157,7 @@ class SpeculativeDecoder:
         self.stop_tokens = target.stop_tokens if stop_tokens is None else tuple(stop_tokens)
         for token in self.stop_tokens:
             target.check_token(token, "stop token")
+
         parts = {
             "target": target.model,
             "drafter": configured_drafter,
@@ -160,7 +169,9 @@ class SpeculativeDecoder:
             self.loop = StagedLoop(**parts, stages=stages)
         else:
             self.loop = SpeculativeLoop(**parts)
-        self._last = (None, SamplingMode.GREEDY)  # sampling parameters and mode of the latest step
+
+        # Sampling parameters and mode of the latest step.
+        self._last = (None, SamplingMode.GREEDY)
 
     @property
     def method(self) -> str:
@@ -180,7 +191,7 @@ class SpeculativeDecoder:
 
     @property
     def lossless(self) -> bool:
-        """Whether the output follows the target's distribution exactly, as the acceptance rule declares."""
+        """Whether the acceptance rule keeps the target's distribution exactly, as it declares."""
         return self.loop.verifier.lossless
 
     def generate(
@@ -216,6 +227,7 @@ class SpeculativeDecoder:
         prompts = _as_batch(prompts)
         stops = _checked_stop(stop, len(prompts), self.target)
         loop, batch, rows = self.batch(prompts, max_new_tokens, sampling, seed, logprobs)
+
         if any(stops):
             return self._generate_until(stops, loop, batch, rows)
         start = time.perf_counter()
@@ -236,6 +248,7 @@ class SpeculativeDecoder:
         """
         fields = (state.tokens, state.length, state.finish, state.stats, state.logprobs)
         all_tokens, length, finish, counters, scores = to_host(fields)
+
         rows = []
         for index, prompt in enumerate(prompts):
             start = len(prompt)
@@ -246,6 +259,7 @@ class SpeculativeDecoder:
             scored = None if scores is None else scores.row(index, start, end)
             text = self.text_of(tokens, reason)
             rows.append(Generation(list(prompt), tokens, text, reason, stats, scored))
+
         return GenerationResult(rows, seconds, lossless=self.lossless)
 
     def stream(
@@ -257,15 +271,17 @@ class SpeculativeDecoder:
         seed: int | Sequence[int] = 0,
         logprobs: int | None = None,
     ) -> Iterator[Chunk]:
-        """Completes one prompt round by round, with the same step that :meth:`generate` compiles into its loop.
+        """Completes one prompt round by round.
 
-        The arguments are those of :meth:`generate`. The pieces of all chunks, joined, are its text.
+        Each round is the step that :meth:`generate` compiles into its loop, and the arguments are
+        those of :meth:`generate`. The pieces of all chunks, joined, are its text.
         """
         text = Pieces(self.target.tokenizer)
         loop, batch, rows = self.batch([prompt], max_new_tokens, sampling, seed, logprobs)
         state = self._call(loops.prefill, loop, batch)
         streamed = len(rows[0])
         accepted = 0
+
         while True:
             fields = (state.length, state.finish, state.stats, state.tokens, state.logprobs)
             length, finish, counters, tokens, scores = to_host(fields)
@@ -273,10 +289,12 @@ class SpeculativeDecoder:
             new = tokens[0, streamed:end].tolist()
             scored = None if scores is None else scores.row(0, streamed, end)
             streamed = end
+
             reason = FinishReason(int(finish[0]))
             pieces = text.decode(new, reason)
             stats = SpeculationStats.merge([counters])
             yield Chunk(new, pieces, min(accepted, len(new)), reason, stats, scored)
+
             if reason is not FinishReason.RUNNING:
                 return
             latest = self._step(loop, state)
@@ -315,7 +333,7 @@ class SpeculativeDecoder:
         capacity: int | None = None,
         sampling_mode: SamplingMode | None = None,
     ) -> GenerationState:
-        """Returns the state after the prompts and the first token, for callers that call :meth:`step` themselves.
+        """Returns the state after the prompts and the first token, for :meth:`step`.
 
         The other arguments are those of :meth:`generate`. Rows that join a batch later need their
         own seed. See ``docs/extending.md``. ``capacity`` is the number of slots per row (default:
@@ -330,6 +348,7 @@ class SpeculativeDecoder:
         if sampling_mode is not None:
             check_mode(sampling_mode, loop.sampling_mode)
             loop = dataclasses.replace(loop, sampling_mode=sampling_mode)
+
         longest = int(np.max(batch.limit))
         needed = max(longest + self.loop.drafter.num_nodes, batch.tokens.shape[1])
         if capacity is not None and capacity < needed:
@@ -357,16 +376,18 @@ class SpeculativeDecoder:
                 "this state was consumed by the step before, which updated its caches in place; "
                 "go on with the state that it returned, as in `state = decoder.step(state).state`"
             )
+
         batch = state.finish.shape[0]
         is_per_row = all(np.shape(value) == (batch,) for value in jax.tree.leaves(state.sampling))
         if not isinstance(state.sampling, SamplingParams) or not is_per_row:
             sampling = checked_sampling(state.sampling, batch)
             state = state.replace(sampling=place_rows(sampling, self.mesh))
+
+        # The parameters of the latest step need no read from the device.
         last_sampling, sampling_mode = self._last
-        if (
-            state.sampling is not last_sampling
-        ):  # the parameters of the latest step need no read from the device
+        if state.sampling is not last_sampling:
             sampling_mode = sampling_mode_of(to_host(state.sampling))
+
         loop = dataclasses.replace(self.loop, sampling_mode=sampling_mode)
         latest = self._step(loop, state)
         self._last = (latest.state.sampling, sampling_mode)
@@ -379,7 +400,10 @@ class SpeculativeDecoder:
         batch: Prompts,
         capacity: int | None = None,
     ) -> Any:
-        """Calls a compiled program that takes prompts. Default capacity: what the prompts and their limits need."""
+        """Calls a compiled program that takes prompts.
+
+        The default capacity is what the prompts and their limits need.
+        """
         if capacity is None:
             longest = max(int(np.max(batch.limit)), batch.tokens.shape[1])
             # Room for a whole draft after the last root, so that no node is lost at the end of the
@@ -401,29 +425,33 @@ class SpeculativeDecoder:
         seed: int | Sequence[int],
         logprobs: int | None,
     ) -> tuple[SpeculativeLoop, Prompts, list[list[int]]]:
-        """Returns the loop for this sampling, the batch on the device, and the prompts' token ids, all checked.
+        """Returns the loop for this sampling, the batch on the device, and the prompts' token ids.
 
-        The arguments are those of :meth:`generate`. For callers that call the functions of
-        :mod:`eagle3_jax.loop`.
+        The arguments are those of :meth:`generate`; all are checked. For callers that call the
+        functions of :mod:`eagle3_jax.loop`.
         """
         rows = [self.target.encode(prompt) for prompt in _as_batch(prompts)]
         if not rows:
             raise ValueError("no prompts were given; give at least one")
+
         count = len(rows)
         most = self.target.max_positions
         budgets = _checked_budgets(max_new_tokens, count)
         _check_logprobs(logprobs, self.target, self.loop.verifier)
         sampling = checked_sampling(SamplingParams() if sampling is None else sampling, count)
+
         lengths = np.array([len(row) for row in rows], np.int32)
         # A limit beyond the last position has no effect, and may not fit into 32 bits.
         bounded_budgets = np.array([min(budget, most) for budget in budgets], np.int32)
         lengths_at_limit = lengths + bounded_budgets
         limit = np.minimum(lengths_at_limit, most).astype(np.int32)
         self._check_drafter_holds(int(limit.max()))
+
         padded_length = min(padded_prompt(int(lengths.max())), most)
         tokens = np.zeros((count, padded_length), np.int32)
         for index, row in enumerate(rows):
             tokens[index, : len(row)] = row
+
         limit_reason = np.where(
             lengths_at_limit > limit, FinishReason.CAPACITY, FinishReason.LENGTH
         )
@@ -438,6 +466,7 @@ class SpeculativeDecoder:
             keys=row_keys(seed, count),
             logprobs=logprobs,
         )
+
         loop = dataclasses.replace(self.loop, sampling_mode=sampling_mode_of(sampling))
         return loop, batch, rows
 
@@ -453,13 +482,12 @@ class SpeculativeDecoder:
             )
 
     def _generate_until(
-        self,
-        stops: list[list[str]],
-        loop: SpeculativeLoop,
-        batch: Prompts,
-        rows: list[list[int]],
+        self, stops: list[list[str]], loop: SpeculativeLoop, batch: Prompts, rows: list[list[int]]
     ) -> GenerationResult:
-        """Generates round by round; the host ends a row when its text contains one of its ``stops``."""
+        """Generates round by round, until each row has a text that contains one of its ``stops``.
+
+        The host reads every round, and ends such rows.
+        """
         begin = time.perf_counter()
         state = self._call(loops.prefill, loop, batch)
         texts = [StoppedText(self.target.tokenizer, of_row) for of_row in stops]
@@ -495,7 +523,10 @@ class SpeculativeDecoder:
         return dataclasses.replace(result, rows=generations)
 
     def text_of(self, tokens: list[int], reason: FinishReason = FinishReason.LENGTH) -> str | None:
-        """Returns the text of new tokens without the stop token that ended them; ``None`` without a tokenizer."""
+        """Returns the text of new tokens without the stop token that ended them.
+
+        It is ``None`` without a tokenizer.
+        """
         if self.target.tokenizer is None:
             return None
         return self.target.tokenizer.decode(without_stop_token(tokens, reason))
@@ -509,11 +540,13 @@ def _checked_stop(
     are_lists = [isinstance(entry, Sequence) and not isinstance(entry, str) for entry in entries]
     is_per_row = bool(entries) and all(are_lists)
     stops = [list(entry) for entry in entries] if is_per_row else [entries] * count
+
     if len(stops) != count:
         raise ValueError(f"{len(stops)} lists of stop texts for {count} prompts; give one each")
     for text in itertools.chain(*stops):
         if not isinstance(text, str) or not text:
             raise ValueError(f"stop contains {text!r}; expected texts of at least one character")
+
     if any(stops) and target.tokenizer is None:
         raise ValueError(f"stop was given, but {target.name} has no tokenizer; use stop_tokens")
     return stops
@@ -533,7 +566,7 @@ def _checked_budgets(max_new_tokens: Any, count: int) -> list[int]:
 
 
 def _check_logprobs(count: int | None, target: LoadedTarget, verifier: Verifier) -> None:
-    """Raises unless ``count`` is ``None`` or a number of tokens whose probabilities mean something."""
+    """Raises if ``count`` is not a number of tokens, or their probabilities would mean nothing."""
     if count is None:
         return
     if not is_whole(count, 0) or count > target.vocab_size:
@@ -542,7 +575,7 @@ def _check_logprobs(count: int | None, target: LoadedTarget, verifier: Verifier)
         )
     if isinstance(verifier, SimulatedAcceptance):
         raise ValueError(
-            "logprobs were asked of SimulatedAcceptance, whose output is no text of the target"
+            "logprobs were asked of SimulatedAcceptance, whose output is not a text of the target"
         )
 
 
@@ -573,6 +606,7 @@ def _invariant(target: LoadedTarget, drafter: Drafter[Any], mesh: Mesh | None) -
             f"invariant was given for {type(target.model).__name__}, which has no method"
             " invariant()"
         )
+
     if not declares_chain(drafter):
         raise ValueError(
             f"invariant was given for {type(drafter).__name__} with a tree, whose paths are summed"
@@ -583,16 +617,21 @@ def _invariant(target: LoadedTarget, drafter: Drafter[Any], mesh: Mesh | None) -
             "invariant was given for a mesh, which divides sums; use one device, or leave"
             " invariant out"
         )
+
     return dataclasses.replace(target, model=make(target.weights))
 
 
 def _check_loaded(target: Any, drafter: Any) -> None:
-    """Raises if a part is the name of a model, or a model without its arrays; the message says how to load it."""
+    """Raises if a part is the name of a model, or a model without its arrays.
+
+    The message says how to load it.
+    """
     if isinstance(drafter, str):
         raise ValueError(
             f"drafter is {drafter!r}; expected a drafter: load_drafter({drafter!r}, target=target)"
             " reads one"
         )
+
     if not isinstance(target, LoadedTarget):
         described = type(target).__name__
         loader = "load_target, or LoadedTarget(model, params, ...),"
@@ -611,17 +650,22 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
                 " prompt, or [B, T]"
             )
         prompts = to_host(prompts).tolist()
+
     if not isinstance(prompts, Sequence):
         raise ValueError(
             f"prompts is {prompts!r:.40}; expected a text, token ids, or a list of such prompts"
         )
+
     are_token_ids = len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
     is_single = isinstance(prompts, str) or are_token_ids
     return [prompts] if is_single else prompts  # type: ignore[list-item,return-value]
 
 
 def padded_prompt(size: int) -> int:
-    """Returns the length that prompts of up to ``size`` tokens are padded to, if the target has as many positions."""
+    """Returns the length that prompts of up to ``size`` tokens are padded to.
+
+    A target with fewer positions bounds it.
+    """
     if size > _BUCKET // 2:
         return _round_up(size)
     power_of_two = 1 << (size - 1).bit_length()

@@ -114,9 +114,10 @@ class LoadedTarget:
             raise ValueError(f"{self.name} has no tokenizer; give the prompt as token ids")
         if self.chat_template is None:
             raise ValueError(f"{self.name} has no chat template; give the prompt as text")
+
+        # The template has the special tokens.
         return tokenized(
             self.chat_template.render(messages),
-            # The template has the special tokens.
             lambda part: tokenizer.encode(part, add_special_tokens=False).ids,
             positions=self.max_positions,
             holds=self.holds,
@@ -156,7 +157,10 @@ class LoadedDrafter:
         return self.method or type(self.drafter).__name__
 
     def __repr__(self) -> str:
-        """Describes the drafter in one line. Parameters include the arrays shared with the target."""
+        """Describes the drafter in one line.
+
+        Its parameters include the arrays that it shares with the target.
+        """
         model = getattr(self.drafter, "model", None)
         config = getattr(self.drafter, "config", model)
         vocab_size = getattr(config, "vocab_size", None)
@@ -184,9 +188,11 @@ def _facts(part: Any, params: Any) -> list[str]:
     model = getattr(part, "model", None)
     config = getattr(part, "config", getattr(model, "config", None))
     layers = getattr(config, "layers", None)
+
     facts = []
     if layers is not None:
         facts.append(f"{len(layers)} layer{'s' if len(layers) > 1 else ''}")
+
     leaves = [leaf for leaf in jax.tree.leaves(params) if hasattr(leaf, "dtype")]
     if leaves:
         count = sum(leaf.size for leaf in leaves)

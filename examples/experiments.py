@@ -74,7 +74,7 @@ class Served(NamedTuple):
 
 def served(engine: Engine, requests: Sequence[Request]) -> Served:
     """Decodes all requests in the rows of an engine."""
-    tickets = [engine.submit(request) for request in requests]
+    ids = [engine.submit(request) for request in requests]
     ended = {}
     rounds = -len(requests)  # the first token of each comes from the prefill
     ticks = 0
@@ -82,11 +82,11 @@ def served(engine: Engine, requests: Sequence[Request]) -> Served:
         for event in engine.tick():
             rounds += bool(event.tokens)
             if event.output is not None:
-                ended[event.ticket] = event
+                ended[event.request_id] = event
         ticks += 1
 
-    outputs = [ended[ticket].output or [] for ticket in tickets]
-    stats = e3.SpeculationStats.merge([ended[ticket].stats for ticket in tickets])
+    outputs = [ended[request_id].output or [] for request_id in ids]
+    stats = e3.SpeculationStats.merge([ended[request_id].stats for request_id in ids])
     return Served(outputs, stats, rounds, ticks)
 
 

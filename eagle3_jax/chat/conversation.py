@@ -54,16 +54,19 @@ class Chat:
         )
         self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling}
         self._seed = seed
-        self._begin("Why?")  # a template that refuses this conversation would refuse every turn
+        # A template that refuses this conversation would refuse every turn.
+        self._begin("Why?")
 
     def send(self, text: str) -> Generation:
-        """Returns the answer to a question, once it is complete. Then both become turns of the conversation.
+        """Returns the answer to a question, once it is complete.
+
+        Then both become turns of the conversation.
 
         Raises:
             ValueError: The conversation no longer fits the target. The question is not kept.
         """
-        turn, prompt, options = self._begin(text)
-        answer = self.decoder.generate(prompt, **options).rows[0]
+        turn, prompt = self._begin(text)
+        answer = self.decoder.generate(prompt, **self._options_of_turn()).rows[0]
         self.messages += [turn, {"role": "assistant", "content": answer.text or ""}]
         return answer
 
@@ -77,11 +80,11 @@ class Chat:
         Raises:
             ValueError: The conversation no longer fits the target. The question is not kept.
         """
-        turn, prompt, options = self._begin(text)
-        return self._recorded(turn, self.decoder.stream(prompt, **options))
+        turn, prompt = self._begin(text)
+        return self._recorded(turn, self.decoder.stream(prompt, **self._options_of_turn()))
 
-    def _begin(self, text: str) -> tuple[dict[str, str], list[int], dict[str, Any]]:
-        """Returns a question as a turn, the token ids of the conversation with it, and the decoder's options."""
+    def _begin(self, text: str) -> tuple[dict[str, str], list[int]]:
+        """Returns a question as a turn, and the token ids of the conversation with it."""
         turn = {"role": "user", "content": text}
         target = self.decoder.target
         prompt = target.apply_chat_template([*self.messages, turn])
@@ -90,7 +93,11 @@ class Chat:
                 f"the conversation has {len(prompt)} tokens with this question, and {target.name}"
                 f" holds {target.holds}; ask a shorter question or begin a new conversation"
             )
-        return turn, prompt, {**self._options, "seed": (self._seed + len(self.messages)) % 2**32}
+        return turn, prompt
+
+    def _options_of_turn(self) -> dict[str, Any]:
+        """Returns the decoder's options for the next turn; each turn has a seed of its own."""
+        return {**self._options, "seed": (self._seed + len(self.messages)) % 2**32}
 
     def _recorded(self, turn: dict[str, str], chunks: Iterator[Chunk]) -> Iterator[Chunk]:
         """Yields the chunks of an answer and keeps its text in the conversation."""

@@ -24,7 +24,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         code = parser()(words, prog_name="eagle3", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
-    except BaseException as error:  # every ending of the program is decided in this one place
+    # Every ending of the program is decided in this one place.
+    except BaseException as error:
         return _report(error, words)
 
 
@@ -32,16 +33,18 @@ def _report(error: BaseException, words: Sequence[str]) -> int:
     try:
         sys.stdout.flush()
     except OSError:
-        # Discards the unwritten output; otherwise Python prints the error again when it flushes at
-        # exit.
+        # Discards unwritten output, whose error Python would otherwise print again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
     try:
         ending = _errors.explain(error)
-    except ModuleNotFoundError as missing:  # a checkout with a Python that has no typer
+    # A checkout may have a Python that has no typer.
+    except ModuleNotFoundError as missing:
         print(
             f"error: the command line needs {missing.name}: pip install typer rich", file=sys.stderr
         )
         return 2
+
     if ending is None or (ending.message and "--traceback" in words):
         raise error
     if ending.message:
@@ -55,8 +58,9 @@ def main() -> None:
     """Entry point of the command."""
     _errors.end_on_signals()
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the caller
-            # It stays open for the whole process.
+        # The caller may have closed a stream. Its replacement stays open for the whole process.
+        if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # characters its encoding lacks
+    # Its encoding may lack some characters.
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     sys.exit(run())

@@ -28,7 +28,8 @@ from eagle3_jax.cli import (
 )
 from eagle3_jax.cli._errors import Misuse
 
-_LINE = re.compile(r" line \d+: ")  # of a file of prompts
+# The place of a line in a file of prompts.
+_LINE = re.compile(r" line \d+: ")
 
 app = typer.Typer(
     name="eagle3",
@@ -49,7 +50,8 @@ def _root(
     ),
     version: bool = typer.Option(False, "--version", help="Print the version and exit."),
 ) -> None:
-    del traceback  # `run` looks for it
+    # `run` looks for it.
+    del traceback
     if version:
         typer.echo(__version__)
 
@@ -82,6 +84,7 @@ class _Command(TyperCommand):
                     raise Misuse(
                         f"{parameter.opts[0]} is {number}; expected a finite number, at least 0"
                     )
+
         try:
             return super().invoke(ctx)
         except ValueError as error:
@@ -92,23 +95,25 @@ class _Command(TyperCommand):
 
     def _with_options(self, message: str) -> str:
         """Returns a message of the library with options in place of the names of parameters."""
-        if _LINE.search(message):  # keys of a file are named like parameters
+        # Keys of a file are named like parameters.
+        if _LINE.search(message):
             return message
+
         options = {
             parameter.name: parameter.opts[0]
             for parameter in self.params
             if parameter.name and parameter.opts[0].startswith("--")
         }
-        subject, _, rest = message.partition(" is ")
-        if rest and subject in options:
-            message = f"{options[subject]} is {rest}"
+        subject, _, predicate = message.partition(" is ")
+        if predicate and subject in options:
+            message = f"{options[subject]} is {predicate}"
+
         # Other words with an underscore are names too, but not keys such as num_nodes=60.
         compound = "|".join(name for name in options if "_" in name)
-        return (
-            re.sub(rf"(?<![\w-])({compound})\b(?!=)", lambda name: options[name[0]], message)
-            if compound
-            else message
-        )
+        compound = "|".join(name for name in options if "_" in name)
+        if not compound:
+            return message
+        return re.sub(rf"(?<![\w-])({compound})\b(?!=)", lambda name: options[name[0]], message)
 
 
 for _group in (app, train.app, plan.app):

@@ -1,4 +1,4 @@
-"""Options of drafts and sampling that `generate` and `chat` share, and the decoder that they describe."""
+"""Options of drafts and sampling that commands share, and the decoder that they describe."""
 
 from __future__ import annotations
 
@@ -25,28 +25,37 @@ class DraftOptions:
     num_speculative_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Draft length K. Default: 5 (Medusa: one per head; DFlash: the block); on CPUs 3, fewer for batches "
-            "above 2."
+            help=(
+                "Draft length K. Default: 5 (Medusa: one per head; DFlash: the block); on CPUs 3,"
+                " fewer for batches above 2."
+            )
         ),
     ] = None
     tree: Annotated[
         str | None,
         typer.Option(
-            help="Draft a tree: num_nodes=60,max_depth=8,top_k=10, the name of a published tree such as medusa-63, or "
-            "paths of child ranks."
+            help=(
+                "Draft a tree: num_nodes=60,max_depth=8,top_k=10, the name of a published tree such"
+                " as medusa-63, or paths of child ranks."
+            )
         ),
     ] = None
     schedule: Annotated[
         str | None,
         typer.Option(
-            help="Choose the draft length by the number of active rows: '[[1,4,5],[5,16,3]]', or a file that `eagle3 "
-            "tune` wrote."
+            help=(
+                "Choose the draft length by the number of active rows: '[[1,4,5],[5,16,3]]', or a"
+                " file that `eagle3 tune` wrote."
+            )
         ),
     ] = None
     draft_sampling: Annotated[
         Literal["greedy", "probabilistic"] | None,
         typer.Option(
-            help="Draft the most likely tokens, or sample them at the temperature (no dynamic trees)."
+            help=(
+                "Draft the most likely tokens, or sample them at the temperature (no dynamic"
+                " trees)."
+            )
         ),
     ] = None
     verifier: VerifierOption = None
@@ -54,8 +63,11 @@ class DraftOptions:
         bool,
         typer.Option(
             "--invariant",
-            help="Make the target's bits for a token depend on the text before it alone: greedy text is then the same "
-            "with any chain and without drafts, alone and in a batch, also in bfloat16.",
+            help=(
+                "Make the target's bits for a token depend on the text before it alone: greedy text"
+                " is then the same with any chain and without drafts, alone and in a batch, also in"
+                " bfloat16."
+            ),
         ),
     ] = False
 
@@ -130,18 +142,18 @@ def open_decoder(
     chosen = [f"{name} {value}" for name, value in shapes.items() if value is not None]
     named = chosen + ["--invariant"] * draft.invariant
     drafter = head.drafter if isinstance(head, LoadedDrafter) else head
+
     # A drafter that proposes a block or all of its heads in one pass keeps its length: a shorter
     # draft would need another network, or cost as much.
     has_length = isinstance(drafter, Drafting) and not hasattr(drafter, "longest")
     if has_length and not chosen and not find_own("--drafter", models.drafter):
-        length = max(
-            default_draft_length(batch, weights=models.weights),
-            0 if draft.draft_sampling is None else 1,
-        )
+        least = 0 if draft.draft_sampling is None else 1
+        length = max(least, default_draft_length(batch, weights=models.weights))
         if not length:
             head = None
         elif length != default_draft_length():
             options["num_speculative_tokens"] = length
+
     verifier = read_verifier(draft.verifier)
     try:
         return SpeculativeDecoder(
@@ -150,5 +162,5 @@ def open_decoder(
     except ValueError as error:
         # Name the options that the library's message is about, unless it begins with one.
         is_named = str(error).partition(" is ")[0] in options
-        named = [] if is_named else named
-        raise Misuse(": ".join(filter(None, (", ".join(named), str(error))))) from None
+        options_named = "" if is_named else ", ".join(named)
+        raise Misuse(": ".join(filter(None, (options_named, str(error))))) from None

@@ -41,14 +41,18 @@ class Ending(NamedTuple):
 
 
 def explain(error: BaseException) -> Ending | None:
-    """Returns the ending for an exception; ``None`` for a fault of the program, whose traceback must be shown."""
+    """Returns the ending for an exception.
+
+    It is ``None`` for a fault of the program, whose traceback must be shown.
+    """
     import typer
 
-    # The parser behind typer has moved between packages; its exceptions are reached through the
-    # public ones.
+    # The parser has moved between packages; its exceptions are reached through typer's.
     usage_error = typer.BadParameter.__mro__[1]
+    # Rich would end the program with 1.
     if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):
-        return Ending(141)  # rich would end the program with 1
+        return Ending(141)
+
     match error:
         case SystemExit():
             return Ending(error.code if isinstance(error.code, int) else 1)
@@ -78,6 +82,7 @@ def explain(error: BaseException) -> Ending | None:
             return Ending(
                 2, f"error: {one_line(f'{error.filename}: {reason}' if error.filename else reason)}"
             )
+
     if type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError"):
         if re.search(r"RESOURCE_EXHAUSTED|out of memory", str(error), re.IGNORECASE):
             return Ending(1, f"error: the device is out of memory; {_SMALLER}")
@@ -92,7 +97,7 @@ def one_line(text: str) -> str:
 
 
 def end_on_signals() -> None:
-    """Makes SIGTERM and SIGHUP raise ``SystemExit``, as Python makes Ctrl-C raise ``KeyboardInterrupt``.
+    """Makes SIGTERM and SIGHUP raise ``SystemExit``, as Ctrl-C raises ``KeyboardInterrupt``.
 
     Files and the terminal are then put in order. A signal that the shell ignores (``nohup``) stays
     ignored.
@@ -104,11 +109,15 @@ def end_on_signals() -> None:
 
 
 def _exit(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)  # the exit code that shells give a program that a signal ended
+    # The exit code that shells give a program that a signal ended.
+    raise SystemExit(128 + number)
 
 
 def _repeat_interruption(unraisable: Any) -> None:
-    """Repeats a signal whose exception Python has dropped, as it does in callbacks such as JAX's garbage collector."""
+    """Repeats a signal whose exception Python has dropped.
+
+    It drops them in callbacks, such as JAX's garbage collector.
+    """
     error = unraisable.exc_value
     if isinstance(error, KeyboardInterrupt | SystemExit):
         number = signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM

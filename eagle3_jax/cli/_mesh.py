@@ -75,6 +75,7 @@ def join(distributed: str | None, mesh: str | None) -> bool:
         raise Misuse(
             f"--distributed {distributed}: {one_line(str(error)).rstrip('.')}{hint}"
         ) from None
+
     first = jax.process_index() == 0
     # Libraries for collectives may print too (Gloo does); their output goes to the standard error.
     output = os.dup(1) if first else os.open(os.devnull, os.O_WRONLY)
@@ -86,7 +87,7 @@ def join(distributed: str | None, mesh: str | None) -> bool:
 
 
 def read_mesh(text: str | None, batches: list[int]) -> Mesh | None:
-    """Makes the mesh that ``--mesh`` names; it must divide each of the batch sizes in ``batches``."""
+    """Makes the mesh that ``--mesh`` names; it must divide each of the batch sizes."""
     if text is None:
         return None
     from eagle3_jax.devices.sharding import check_rows, make_mesh

@@ -1,4 +1,4 @@
-"""Options that several commands share, groups of options as dataclasses, and the parsers of their values."""
+"""Options that several commands share, their groups as dataclasses, and parsers of their values."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ CompilationCacheOption = Annotated[
         "--compilation-cache",
         metavar="DIR",
         help=(
-            "Directory that keeps compiled programs for the next run, or 'none'. Default: "
-            "~/.cache/eagle3-jax/compiled."
+            "Directory that keeps compiled programs for the next run, or 'none'. Default:"
+            " ~/.cache/eagle3-jax/compiled."
         ),
     ),
 ]
@@ -150,7 +150,9 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def measured_dtype(dtype: str | None) -> str:
-    """Returns the precision to measure in. Default: bfloat16 on a GPU, as in other engines, and mixed on a CPU.
+    """Returns the precision to measure in.
+
+    Its default is bfloat16 on a GPU, as in other engines, and mixed on a CPU.
 
     Raises:
         Misuse: This jax cannot use the GPU of this machine, so the figures would be those of a CPU.
@@ -179,7 +181,10 @@ _SCHEDULE_FORM = (
 
 
 def parse_tree(text: str) -> DynamicTree | StaticTree:
-    """Reads ``num_nodes=60,max_depth=8,top_k=10``, the name of a published tree, or paths of child ranks as JSON."""
+    """Reads the three sizes of a tree, the name of a published tree, or paths of ranks as JSON.
+
+    The sizes have the form ``num_nodes=60,max_depth=8,top_k=10``.
+    """
     from eagle3_jax import DynamicTree
     from eagle3_jax.topology import PUBLISHED_TREES
 
@@ -187,6 +192,7 @@ def parse_tree(text: str) -> DynamicTree | StaticTree:
         return PUBLISHED_TREES[text]
     if text.lstrip().startswith("[") or text.endswith(".json"):
         return _static_tree(text)
+
     pairs = [part.partition("=") for part in text.split(",")]
     try:
         sizes = {name.strip(): int(number) for name, _, number in pairs}
@@ -222,7 +228,10 @@ def _is_rank(rank: Any) -> bool:
 
 
 def parse_schedule(text: str) -> SpeculationSchedule:
-    """Reads ``[[1,4,5],[5,16,3]]``, or a JSON file with such a list, as ``eagle3 tune --output`` writes it."""
+    """Reads ``[[1,4,5],[5,16,3]]``, or a JSON file with such a list.
+
+    ``eagle3 tune --output`` writes such a file.
+    """
     from eagle3_jax import SpeculationSchedule
 
     is_file = not text.lstrip().startswith("[")
@@ -237,6 +246,7 @@ def parse_schedule(text: str) -> SpeculationSchedule:
             )
     if not isinstance(value, list):
         raise Misuse(f"--schedule {shown(text)} holds no schedule; expected {_SCHEDULE_FORM}")
+
     try:
         return SpeculationSchedule.from_lists(value)
     except ValueError as error:
@@ -253,23 +263,25 @@ def _json_of(option: str, text: str, is_file: bool, form: str) -> Any:
 def parse_numbers(
     text: str, option: str, *, least: int = 1, most: int = 100_000, or_none: bool = False
 ) -> list[int]:
-    """Reads ``1-7``, ``1,3,5`` or ``1-3,8``, in ascending order, each once; with ``or_none`` also ``none``."""
+    """Reads ``1-7``, ``1,3,5`` or ``1-3,8``, in ascending order, each once.
+
+    With ``or_none`` it also reads ``none``.
+    """
     if or_none and text == "none":
         return []
+
     values: set[int] = set()
     for part in text.split(","):
         bounds = part.strip().split("-")
         numbers = [
             int(bound) for bound in bounds if bound.isdecimal() and len(bound) <= _LONGEST_NUMBER
         ]
-        if (
-            len(numbers) != len(bounds)
-            or len(bounds) > 2
-            or not least <= numbers[0] <= numbers[-1] <= most
-        ):
+        has_form = len(numbers) == len(bounds) <= 2
+        if not has_form or not least <= numbers[0] <= numbers[-1] <= most:
+            hint = ", or 'none'" if or_none else ""
             raise Misuse(
                 f"{option} {text!r}: expected whole numbers from {least} to {most}, such as '1-7'"
-                " or '1,3,5'" + (", or 'none'" if or_none else "")
+                f" or '1,3,5'{hint}"
             )
         values.update(range(numbers[0], numbers[-1] + 1))
     return sorted(values)
@@ -283,8 +295,8 @@ def parse_ids(text: str) -> list[int]:
         ids = None
     if not isinstance(ids, list):
         raise Misuse(
-            f"--prompt-ids {shown(text)} is not a JSON list of token ids; expected for example '[1,"
-            " 2, 3]'"
+            f"--prompt-ids {shown(text)} is not a JSON list of token ids; expected for example"
+            " '[1, 2, 3]'"
         )
     return check_token_ids(ids, "--prompt-ids: ")
 
@@ -300,12 +312,15 @@ def announce_input(file: str | Path) -> None:
 
 def check_writable(path: Path | None) -> None:
     """Refuses an output file that could not be written, before any work is done."""
+    # A device or a pipe is written to as it is.
     if path is None or (path.exists() and not path.is_file() and not path.is_dir()):
-        return  # a device or a pipe is written to as it is
+        return
+
     if path.is_dir():
         raise Misuse(f"{path} is a directory; give the name of a file")
     if path.exists() and not os.access(path, os.W_OK):
         raise Misuse(f"{path} cannot be written: no permission")
+
     try:
         # The name of the temporary file that will be written; it can also be too long.
         tempfile.TemporaryDirectory(

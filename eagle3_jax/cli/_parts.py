@@ -90,6 +90,7 @@ def fetch_first(target: str | None, *drafters: str | None) -> None:
                 f"{source} is {model.contents}, {model.licence}: {model.megabytes} MB are"
                 " downloaded once"
             )
+
         if option == "--target":
             locate(source, "target", suggest=similar_targets)
         else:
@@ -111,7 +112,7 @@ def chosen_models(models: ModelOptions, dtype: str | None) -> tuple[ModelOptions
 
 
 def default_dtype(target: str | None, weights: str = "dense") -> str:
-    """Returns the precision of `generate`, `chat` and `serve` for a command line without ``--dtype``.
+    """Returns the precision of `generate`, `chat` and `serve` without ``--dtype``.
 
     Weights in bfloat16 stay so, except on CPUs: most have no products of bfloat16, so that float32
     is faster there.
@@ -120,10 +121,8 @@ def default_dtype(target: str | None, weights: str = "dense") -> str:
 
     from eagle3_jax import conversion
 
-    if (
-        find_own("--target", target) is not None
-        or conversion.read_target(locate(target, "target")).dtype != "bfloat16"
-    ):
+    is_own = find_own("--target", target) is not None
+    if is_own or conversion.read_target(locate(target, "target")).dtype != "bfloat16":
         return "float32"
     if jax.default_backend() != "cpu":
         return "bfloat16"
@@ -136,7 +135,7 @@ def default_dtype(target: str | None, weights: str = "dense") -> str:
 
 
 def default_drafter(target: str | None, weights: str) -> str | None:
-    """Returns the drafter of `generate`, `chat` and `serve` for a command line without ``--drafter``.
+    """Returns the drafter of `generate`, `chat` and `serve` without ``--drafter``.
 
     It is the one that is measured by default, except on CPUs: only with int8 weights is verifying
     four tokens about as fast as one, and n-grams then help a head.
@@ -172,7 +171,10 @@ def announced(drafter: str | None, target: str | None) -> str | None:
 def read_drafter(
     source: str | None, *, target: LoadedTarget, layer_ids: str | None = None
 ) -> LoadedDrafter | Drafter[Any] | None:
-    """Loads the drafter that ``--drafter`` names; ``None`` for plain decoding, and for no name the bundled head."""
+    """Loads the drafter that ``--drafter`` names; ``None`` for plain decoding.
+
+    Without a name it is the bundled head.
+    """
     from eagle3_jax import Fallback, LoadedDrafter, load_drafter
     from eagle3_jax.drafters import NGram
 
@@ -184,20 +186,21 @@ def read_drafter(
                 f" {LOOKUP_FIRST}./head"
             )
         return Fallback.of(NGram(min_ngram=2), head)
+
     part = None if is_named(source) else find_own("--drafter", source)
     if layer_ids is not None and (is_named(source) or part is not None):
         raise Misuse(
             f"--layer-ids is about heads from files, and --drafter {source} has none; leave it out"
         )
+
     if source is not None and is_named(source):
         from eagle3_jax.load import named_drafter
 
         return named_drafter(source, target)
     if part is not None:
         value: Any = part.value
-        if isinstance(value, LoadedDrafter) or (
-            hasattr(value, "propose") and not isinstance(value, type)
-        ):
+        is_drafter = hasattr(value, "propose") and not isinstance(value, type)
+        if is_drafter or isinstance(value, LoadedDrafter):
             return value
         return part.call("--drafter", "an eagle3_jax.LoadedDrafter or a drafter", target=target)
     return load_drafter(source, target=target, layer_ids=layer_ids)
@@ -253,14 +256,18 @@ def find_own(option: str, source: str | None) -> OwnPart | None:
     match = _FORM.fullmatch(source or "")
     if match is None or Path(str(source)).exists():
         return None
+
+    # The path of a console script lacks the current directory.
     module = match["module"]
     name = match["name"]
     directory = str(Path.cwd())
-    if directory not in sys.path:  # the path of a console script lacks it
+    if directory not in sys.path:
         sys.path.insert(0, directory)
+
     try:
         imported = importlib.import_module(module)
-    except Exception as error:  # the user's module may fail in any way
+    # The user's module may fail in any way.
+    except Exception as error:
         if (
             isinstance(error, ModuleNotFoundError)
             and error.name
@@ -271,9 +278,10 @@ def find_own(option: str, source: str | None) -> OwnPart | None:
                 f" among the installed packages; see {PAGE}"
             ) from None
         raise Misuse(
-            f"{option} {source}: {module} cannot be imported ({type(error).__name__}: {error}); "
-            f"`python -c 'import {module}'` shows where"
+            f"{option} {source}: {module} cannot be imported ({type(error).__name__}: {error});"
+            f" `python -c 'import {module}'` shows where"
         ) from error
+
     if not hasattr(imported, name):
         raise Misuse(f"{option} {source}: {module} has no {name!r}; see {PAGE}")
     return OwnPart(getattr(imported, name), match["argument"], str(source))

@@ -19,17 +19,21 @@ if TYPE_CHECKING:
 _WIDTH = 160  # characters of a line in a file or a pipe
 # Columns of words, which are aligned to the left like the first column. Columns of numbers are
 # aligned to the right.
+# fmt: off
 _WORDS = {
-    "method", "dtype", "reason", "per position", "conditional", "result", "detail", "note", "prediction", "measured",
-}  # fmt: skip
+    "method", "dtype", "reason", "per position", "conditional", "result", "detail", "note",
+    "prediction", "measured",
+}
 _STYLES = {"ok": "green", "warning": "yellow", "failure": "bold red"}
 # Columns in the order in which a narrow terminal leaves them out. A pipe and a file have all of
 # them.
 _OPTIONAL = (
-    "compile", "total ratio", "total", "roofline", "95 %", "conditional", "commit", "draft rate", "prompts",
-    "per position", "same", "dtype", "lossless", "operations", "TFLOPS", "GB/s", "bytes read", "verify limit",
-    "limit", "tokens for 1", "conditional acceptance rate", "draft acceptance rate", "K=8", "K=7", "K=6",
-)  # fmt: skip
+    "compile", "total ratio", "total", "roofline", "95 %", "conditional", "commit", "draft rate",
+    "prompts", "per position", "same", "dtype", "lossless", "operations", "TFLOPS", "GB/s",
+    "bytes read", "verify limit", "limit", "tokens for 1", "conditional acceptance rate",
+    "draft acceptance rate", "K=8", "K=7", "K=6",
+)
+# fmt: on
 # Size of the unit of a field, and the form of its values, by the end of its name.
 _UNITS = {
     "bytes": (1e9, "{:.2f} GB"),
@@ -97,7 +101,10 @@ def _value_at(row: Mapping[str, Any], field: str) -> Any:
 
 
 def cell_text(name: str, value: Any) -> str:
-    """Returns a value as text. The name of its field gives the unit, and statistics have their spread."""
+    """Returns a value as text.
+
+    The name of its field gives the unit, and statistics have their spread.
+    """
     match value:
         case None:
             return ""
@@ -117,6 +124,7 @@ def cell_text(name: str, value: Any) -> str:
             return " ".join(f"{1e3 * seconds:.2f}" for seconds in value.values())
         case list() | tuple():
             return " ".join(cell_text(name, entry) for entry in value)
+
     if name.endswith("seconds"):
         return f"{value:.1f} s" if value >= 1 else f"{1e3 * value:.2f} ms"
     for unit, (size, form) in _UNITS.items():
@@ -139,17 +147,22 @@ def page_as_markdown(page: Page) -> str:
             parts += [f"## {part.title}", to_markdown(part.columns, part.rows)]
         else:
             parts += str(part).splitlines()
+
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def fit_table(table: Table, width: int) -> Table:
-    """Returns the table without the least important columns that do not fit into ``width`` characters."""
+    """Returns the table without the least important columns that do not fit into ``width``.
+
+    ``width`` is a number of characters.
+    """
     sizes = {}
     for name, *cells in zip(table.columns, *table.rows, strict=True):
         sizes[name] = 2 + max(len(str(cell)) for cell in (name, *cells))
     for name in _OPTIONAL:
         if sum(sizes.values()) > width:
             sizes.pop(name, None)
+
     rows = [
         [cell for name, cell in zip(table.columns, row, strict=True) if name in sizes]
         for row in table.rows
@@ -173,12 +186,15 @@ def _print_table(console: Console, table: Table) -> None:
         )
     for row in fitted.rows:
         drawing.add_row(*(Text(str(cell), _STYLES.get(str(cell), "")) for cell in row))
+
     if table.title:
         console.print(f"\n{table.title}", style="bold")
     if console.is_terminal:
         console.print(drawing)
         return
+
+    # Rich fills the last column with spaces.
     with console.capture() as capture:
         console.print(drawing)
     for line in capture.get().splitlines():
-        typer.echo(line.rstrip())  # rich fills the last column with spaces
+        typer.echo(line.rstrip())

@@ -29,7 +29,10 @@ def spinner(text: str, *, quiet: bool = False) -> Iterator[Activity]:
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    tell = lambda line: console.print(line, markup=False)
+
+    def tell(line: str) -> None:
+        console.print(line, markup=False)
+
     if quiet or not console.is_terminal:
         yield Activity(lambda step: None, tell)
         return
@@ -37,7 +40,8 @@ def spinner(text: str, *, quiet: bool = False) -> Iterator[Activity]:
         with console.status(text) as status:
             yield Activity(status.update, tell)
     finally:
-        console.show_cursor()  # Ctrl-C while the spinner starts leaves it hidden
+        # Ctrl-C while the spinner starts leaves it hidden.
+        console.show_cursor()
 
 
 @dataclasses.dataclass
@@ -103,6 +107,7 @@ def progress_bar(
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
+
     # Rich would print a redirected standard output where the bar is: on the standard error.
     redirect: dict[str, Any] = {
         "redirect_stdout": not with_output,

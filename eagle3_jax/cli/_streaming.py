@@ -72,22 +72,20 @@ def print_stream(
             first = list(itertools.islice(stream, 1))
             first_token = time.perf_counter() - start - clock.seconds
             first += itertools.islice(stream, 1)
+
         warm = time.perf_counter()
         put(console, prompt, "dim")
         for chunk in itertools.chain(first, stream):
             for index, (token, piece) in enumerate(zip(chunk.tokens, chunk.pieces, strict=True)):
-                put(
-                    console,
-                    piece if tokenizer else f" {token}",
-                    ACCEPTED if index < chunk.num_accepted else "",
-                )
+                style = ACCEPTED if index < chunk.num_accepted else ""
+                put(console, piece if tokenizer else f" {token}", style)
             console.file.flush()
             chunks.append(chunk)
     return Printed(chunks, first_token, time.perf_counter() - warm, clock.seconds)
 
 
 def put(console: Console, text: str, style: str) -> None:
-    """Prints exactly this text; in a terminal its control characters are replaced by visible ones."""
+    """Prints exactly this text; in a terminal its control characters become visible ones."""
     from rich.segment import Segment, Segments
 
     # A segment is written as it is; higher levels of rich turn tabs into spaces and drop control
@@ -111,6 +109,7 @@ def describe_method(decoder: SpeculativeDecoder) -> list[str]:
     weights = decoder.target.weights
     if weights != "dense":
         lines.append(f"weights: {weights}; lossless relative to the target with these weights")
+
     if decoder.invariant:
         lines.append("invariant: the bits of a token depend on the text before it alone")
     if decoder.drafter.note:

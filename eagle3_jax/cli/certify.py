@@ -14,7 +14,7 @@ from eagle3_jax.certify.command import ABOUT, OPTIONS, Option
 EXAMPLE = """\b
 Examples, the second with the key of the server in EAGLE3_API_KEY:
   eagle3 certify --url http://localhost:8000
-  eagle3 certify --url https://host:8000 --model meta-llama/Llama-3.1-8B-Instruct --requests 8192 --output report"""
+  eagle3 certify --url https://host:8000 --model meta-llama/Llama-3.1-8B-Instruct --requests 8192 --output report"""  # noqa: E501
 
 
 def certify(**values: Any) -> None:  # noqa: D103

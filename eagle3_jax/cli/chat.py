@@ -91,11 +91,13 @@ def chat(
             seed=sampling.seed,
         )
         conversation = begin()
+
     if at_terminal or not decoder.lossless:
         for line in describe_method(decoder):
             _console(style="dim", stderr=not at_terminal).print(line, markup=False)
     if at_terminal:
         put(_console(), f"{decoder.target.name}: /help lists commands, Ctrl-D ends\n\n", "dim")
+
     for line in _lines(at_terminal):
         if line == "/exit":
             return
@@ -108,14 +110,19 @@ def chat(
 
 
 def _lines(at_terminal: bool) -> Iterator[str]:
-    """Yields the lines of the user: at a terminal up to an empty one, from a pipe all that are not blank."""
+    """Yields the lines of the user.
+
+    They are at a terminal those up to an empty one, from a pipe all that are not blank.
+    """
     if not at_terminal:
         announce_input(STDIN)
         yield from (line.strip() for line in sys.stdin or () if line.strip())
         return
+
     with contextlib.suppress(ImportError):
         # `input` then edits lines and remembers them.
         import readline  # noqa: F401
+
     while True:
         try:
             line = input("> ").strip()
@@ -139,6 +146,7 @@ def _console(**options: Any) -> Console:
 def _answer(conversation: Chat, question: str, limit: int, *, at_terminal: bool) -> None:
     """Prints the answer to a question. At a terminal Ctrl-C ends it, and a refusal is printed."""
     console = _console()
+
     try:
         printed = print_stream(
             console, "", conversation.stream(question), conversation.decoder.target.tokenizer
@@ -146,28 +154,32 @@ def _answer(conversation: Chat, question: str, limit: int, *, at_terminal: bool)
     except (KeyboardInterrupt, ValueError) as error:
         if not at_terminal:
             raise
-        message = (
-            "\n[interrupted]"
-            if isinstance(error, KeyboardInterrupt)
-            else f"error: {one_line(str(error))}"
-        )
-        put(
-            _console(), f"{message}\n\n", "dim"
-        )  # the interrupted console prints its last text again
+
+        message = "\n[interrupted]"
+        if isinstance(error, ValueError):
+            message = f"error: {one_line(str(error))}"
+        # The interrupted console would print its last text again.
+        put(_console(), f"{message}\n\n", "dim")
         return
+
     put(console, "\n", "")
     if console.is_terminal:
         put(console, f"{_summary(printed, limit)}\n\n", "dim")
 
 
 def _summary(printed: Printed, limit: int) -> str:
-    """Returns the size and speed of an answer in one line, after the reason of its end unless that is a stop token."""
+    """Returns the size and speed of an answer in one line.
+
+    The reason of its end comes first, unless that is a stop token.
+    """
     ending = printed.ending(limit)
     rounds = len(printed.chunks) - 1
     count = printed.num_tokens
     facts = [] if ending == "stop" else [f"[{ending}]"]
     facts.append(f"{count} token{'s' if count > 1 else ''}")
-    if rounds:  # the first token comes with the prompt
+
+    # The first token comes with the prompt.
+    if rounds:
         facts.append(f"{(count - 1) / rounds:.2f} tokens per round")
     if printed.num_warm_tokens:
         facts.append(f"{printed.num_warm_tokens / printed.warm_seconds:.1f} tokens/s")

@@ -22,8 +22,11 @@ def convert(
         str | None,
         typer.Option(
             metavar="LAYOUT",
-            help="Layout to write: jax (native), vllm, or another layout of the head's method (eagle, sglang, medusa, "
-            "speculators, deepseek, mimo). Default: vllm, and for MTP modules deepseek.",
+            help=(
+                "Layout to write: jax (native), vllm, or another layout of the head's method"
+                " (eagle, sglang, medusa, speculators, deepseek, mimo). Default: vllm, and for MTP"
+                " modules deepseek."
+            ),
         ),
     ] = None,
     target: Annotated[

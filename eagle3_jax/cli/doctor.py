@@ -23,9 +23,10 @@ from eagle3_jax.files.sources import is_named, locate
 EXAMPLE = """\b
 Examples:
   eagle3 doctor --target ./llama-3.1-8b
-  eagle3 doctor --target ./llama-3.1-8b --drafter ./EAGLE3-LLaMA3.1-Instruct-8B --prompts prompts.jsonl"""
+  eagle3 doctor --target ./llama-3.1-8b --drafter ./EAGLE3-LLaMA3.1-Instruct-8B --prompts prompts.jsonl"""  # noqa: E501
 _MOST_PROMPTS = 5
-_CONTINUED = 32  # tokens that agreement adds to a prompt, at most
+# Tokens that agreement adds to a prompt, at most.
+_CONTINUED = 32
 
 
 def doctor(
@@ -38,8 +39,7 @@ def doctor(
         typer.Option(
             help=(
                 f"{CHECKPOINT} of a head of any method, or of a draft model. Default: the bundled"
-                " head; with --target "
-                "none, and the target is checked alone."
+                " head; with --target none, and the target is checked alone."
             )
         ),
     ] = None,
@@ -48,8 +48,7 @@ def doctor(
         typer.Option(
             help=(
                 f"JSONL file, as `eagle3 bench` takes, to measure acceptance on {_MOST_PROMPTS} of"
-                " its prompts. "
-                "Default: random token ids, which say little."
+                " its prompts. Default: random token ids, which say little."
             )
         ),
     ] = None,
@@ -57,9 +56,10 @@ def doctor(
     compilation_cache: CompilationCacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check a model (tokenizer, chat template, stop tokens, weights), or that a head or a draft model fits its target.
+    """Check a model, or that a head or a draft model fits its target.
 
-    Exits with 1 when a check fails.
+    Of a model the tokenizer, the chat template, the stop tokens and the weights are checked. Exits
+    with 1 when a check fails.
     """
     from eagle3_jax.conversion.doctor import diagnose
     from eagle3_jax.measure.gpu import gpu_problem
@@ -76,19 +76,23 @@ def doctor(
             f"--drafter {drafter} has no files to check; name a head or a draft model, or check"
             " --target alone"
         )
+
     fetch_first(target, drafter)
     keep_compiled_programs(compilation_cache)
     target_path = locate(target, "target")
     drafter_path = None if is_alone else locate(drafter, "eagle3")
     token_ids = None if prompts is None else _token_ids(prompts, target_path)
     diagnosis = diagnose(target_path, drafter_path, prompts=token_ids, layer_ids=layer_ids)
+
     checks = [
         {"name": check.name, "status": str(check.status), "detail": check.detail}
         for check in diagnosis
     ]
     problem = gpu_problem()
-    if problem is not None:  # the head may fit all the same
+    # The head may fit all the same.
+    if problem is not None:
         checks.append({"name": "device", "status": "warning", "detail": problem})
+
     failed = any(check["status"] == "failure" for check in checks)
     table = table_of("", checks, {"check": "name", "result": "status", "detail": "detail"})
     print_page(Page({"ok": not failed, "checks": checks}, [table]), as_json=as_json)
@@ -116,6 +120,7 @@ def _token_ids(file: Path, target: Path) -> list[list[int]]:
         name=str(target),
         chat_template=ChatTemplate.from_config(tokenizer_config_of(target)),
     )
+
     prompts = in_turn(read_prompts(file, model, max_new_tokens=_CONTINUED), _MOST_PROMPTS)
     for prompt in prompts:
         if len(prompt.tokens) < 2:

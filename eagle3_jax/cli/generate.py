@@ -48,7 +48,7 @@ Examples:
   eagle3 generate 'def fibonacci(n):' --max-new-tokens 64 --dtype mixed
   eagle3 generate --chat 'What is the capital of France?' --target ./llama --drafter ./head
   eagle3 generate --target ./llama --drafter ./head --prompts prompts.jsonl --json
-  eagle3 generate --prompt-ids '[1, 2]' --tree num_nodes=60,max_depth=8,top_k=10 --trace rounds.json"""
+  eagle3 generate --prompt-ids '[1, 2]' --tree num_nodes=60,max_depth=8,top_k=10 --trace rounds.json"""  # noqa: E501
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,6 +96,7 @@ class PromptOptions:
                 "--chat asks a PROMPT; a line of --prompts has 'messages' instead, and token ids"
                 " are used as they are"
             )
+
         announce_input(self.prompts or self.prompt or "")
         request = Request(
             prompt="",
@@ -106,6 +107,7 @@ class PromptOptions:
             seed=sampling.seed,
             stops=tuple(sampling.stop or ()),
         )
+
         if self.prompts is not None:
             return read_requests(self.prompts, request)
         if self.prompt_ids is not None:
@@ -177,9 +179,8 @@ def generate(
     check_writable(running.trace)
     requests = prompts.read(sampling)
     has_stops = any(request.stops for request in requests)
-    if (has_stops or sampling.logprobs is not None) and (
-        not running.as_json or running.trace is not None
-    ):
+    is_plain_json = running.as_json and running.trace is None
+    if (has_stops or sampling.logprobs is not None) and not is_plain_json:
         raise Misuse("stop texts and --logprobs work with --json and without --trace")
     _check_sampling(requests)
 
@@ -210,9 +211,11 @@ def generate(
             f"{decoder.target.name} has no chat template; leave --chat out to continue the text as"
             " it is"
         )
+
     # A bad prompt is refused before anything has been printed.
     encoded = [request.encoded(decoder.target) for request in requests]
     job = Job(decoder, requests, encoded, rows, sampling.logprobs, running)
+
     if running.as_json:
         _print_json(job)
         return
@@ -241,11 +244,19 @@ class Job(NamedTuple):
     """A checked command line."""
 
     decoder: SpeculativeDecoder
-    requests: list[Request]  #: As they were given.
-    encoded: list[Request]  #: With token ids.
+    requests: list[Request]  #: Their prompts are what the user gave.
+    encoded: list[Request]  #: The same with token ids.
     rows: int  #: Prompts that are decoded at once.
     logprobs: int | None
     running: RunOptions
+
+
+class Ended(NamedTuple):
+    """A prompt whose answer is complete."""
+
+    number: int
+    row: Generation
+    seconds: float  #: Without compilation.
 
 
 # JSON
@@ -257,22 +268,25 @@ def _print_json(job: Job) -> None:
     else:
         rounds: list[dict[str, Any]] = []
         results = _traced(job, rounds)
-    lines: dict[int, str] = {}  # of prompts that ended before one above them in the file
+
+    # Lines of prompts that ended before one above them in the file.
+    lines: dict[int, str] = {}
     num_written = 0
     with progress_bar("prompts", len(job.encoded), with_output=True) as (bar, advanced):
-        for number, row, seconds in results:
+        for ended in results:
             bar.advance(advanced)
-            lines[number] = json.dumps(_row_json(row, seconds, job.decoder))
+            lines[ended.number] = json.dumps(_row_json(ended, job.decoder))
             while num_written in lines:
                 sys.stdout.write(lines.pop(num_written) + "\n")
                 num_written += 1
             sys.stdout.flush()
+
     if job.running.trace is not None:
         write_json(job.running.trace, {"prompts": rounds})
 
 
-def _results(job: Job) -> Iterator[tuple[int, Generation, float]]:
-    """Yields the number, result and seconds of each prompt as it ends. Its row goes to the next prompt."""
+def _results(job: Job) -> Iterator[Ended]:
+    """Yields each prompt as it ends. Its row goes to the next prompt."""
     from eagle3_jax.engine.refill import complete
     from eagle3_jax.measure.timing import CompileClock
 
@@ -281,13 +295,14 @@ def _results(job: Job) -> Iterator[tuple[int, Generation, float]]:
         answers = complete(job.decoder, job.encoded, slots=job.rows, logprobs=job.logprobs)
         for number, row in answers:
             now = time.perf_counter() - clock.seconds
-            yield number, row, now - start
-            if job.rows == 1:  # the next prompt begins now
+            yield Ended(number, row, now - start)
+            # With one row the next prompt begins now.
+            if job.rows == 1:
                 start = time.perf_counter() - clock.seconds
 
 
-def _traced(job: Job, rounds: list[dict[str, Any]]) -> Iterator[tuple[int, Generation, float]]:
-    """Yields the same of one batch after the other, and appends the rounds of each prompt to ``rounds``."""
+def _traced(job: Job, rounds: list[dict[str, Any]]) -> Iterator[Ended]:
+    """Yields the prompts, one batch after the other, and appends their rounds to ``rounds``."""
     from eagle3_jax.engine.engine import sampling_of
     from eagle3_jax.measure.timing import CompileClock
     from eagle3_jax.measure.trace import record
@@ -307,11 +322,12 @@ def _traced(job: Job, rounds: list[dict[str, Any]]) -> Iterator[tuple[int, Gener
             seconds = time.perf_counter() - clock.seconds - start
             rounds += traced.prompts
             for number, row in enumerate(traced.result.rows, first):
-                yield number, row, seconds
+                yield Ended(number, row, seconds)
             first += size
 
 
-def _row_json(row: Generation, seconds: float, decoder: SpeculativeDecoder) -> dict[str, Any]:
+def _row_json(ended: Ended, decoder: SpeculativeDecoder) -> dict[str, Any]:
+    row = ended.row
     values = {
         "prompt_ids": row.prompt_tokens,
         "token_ids": row.tokens,
@@ -320,7 +336,7 @@ def _row_json(row: Generation, seconds: float, decoder: SpeculativeDecoder) -> d
         "lossless": decoder.lossless,
         "weights": decoder.target.weights,
         "drafter_method": decoder.method,
-        "seconds": seconds,
+        "seconds": ended.seconds,
         "stats": row.stats.to_json(),
     }
     if row.logprobs is not None:
@@ -335,7 +351,10 @@ _REPEATS = 5
 
 
 def _print_text(job: Job, loading: float) -> None:
-    """Streams every prompt and prints a summary, with ``--compare`` also a comparison with plain decoding."""
+    """Streams every prompt and prints a summary.
+
+    With ``--compare`` it also prints a comparison with plain decoding.
+    """
     from rich.console import Console
     from rich.text import Text
 
@@ -348,6 +367,7 @@ def _print_text(job: Job, loading: float) -> None:
         ("accepted draft tokens", ACCEPTED), " · the target's own tokens · ", ("prompt", "dim")
     )
     print_page(Page(None, [legend, *_summary(streams, loading), *describe_method(job.decoder)]))
+
     if job.running.compare:
         print_page(Page(None, _comparison(job)))
     if job.running.trace is not None:
@@ -366,6 +386,7 @@ def _stream(
     stream = decoder.stream(
         encoded.tokens, max_new_tokens=limit, sampling=encoded.sampling, seed=encoded.seed
     )
+    # A chat shows its turns, and token ids are shown as their text if there is a tokenizer.
     if isinstance(request.prompt, str):
         turns = [f"{message['role']}: {message['content']}\n" for message in request.messages or ()]
         prompt = "".join([*turns, "assistant: "]) if turns else request.prompt
@@ -373,6 +394,7 @@ def _stream(
         prompt = " ".join(map(str, encoded.tokens))
         if tokenizer is not None:
             prompt = tokenizer.decode(encoded.tokens)
+
     printed = print_stream(console, prompt, stream, tokenizer)
     put(console, f"\n[{printed.ending(limit)}]\n\n", "dim")
     return printed
@@ -396,8 +418,10 @@ def _summary(streams: Sequence[Printed], loading: float) -> list[str]:
         speed += (
             f", then {_speed(num_warm_tokens / warm_seconds)} tokens/s from the second round on"
         )
+
     compiling = sum(printed.compiling for printed in streams)
     lines = [speed, f"before that: loading {loading:.1f} s, compilation {compiling:.1f} s"]
+
     stats = SpeculationStats.merge([printed.chunks[-1].stats for printed in streams])
     if int(stats.num_draft_tokens):
         lines.append(
@@ -419,6 +443,7 @@ def _comparison(job: Job) -> list[str]:
     first = requests[0]
     if any(request.sampling != first.sampling for request in requests):
         return ["no comparison with plain decoding: the lines of the file sample differently"]
+
     with spinner("measuring against plain decoding"):
         comparison = compare_with_plain(
             job.decoder,
@@ -429,31 +454,32 @@ def _comparison(job: Job) -> list[str]:
             repeats=_REPEATS,
         )
     if not comparison.is_plain and max(comparison.ratios) < 1:
-        cheaper = (
-            ""
-            if job.decoder.target.weights == "int8"
-            else "; on a CPU --weights int8 makes it cheaper"
-        )
+        cheaper = "; on a CPU --weights int8 makes it cheaper"
+        if job.decoder.target.weights == "int8":
+            cheaper = ""
         hint(
             f"a verification costs more here than the drafts save{cheaper}; eagle3 tune finds the"
             " best draft length"
         )
+
+    prompts = f"{len(requests)} prompt{'s' if len(requests) > 1 else ''}"
     return [
         speed_line(comparison),
-        (
-            f"median of {_REPEATS} interleaved runs over {len(requests)}"
-            f" prompt{'s' if len(requests) > 1 else ''} at batch 1, prefill included, compilation"
-            f" excluded; {hardware()}"
-        ),
+        f"median of {_REPEATS} interleaved runs over {prompts} at batch 1, prefill included,"
+        f" compilation excluded; {hardware()}",
     ]
 
 
 def speed_line(comparison: Comparison) -> str:
-    """Returns the speed-up, and whether the output is the same. The ratio is that of the printed speeds."""
+    """Returns the speed-up, and whether the output is the same.
+
+    The ratio is that of the printed speeds.
+    """
     ours = _speed(comparison.tokens_per_second.median)
     plain = _speed(comparison.plain_tokens_per_second.median)
     if comparison.is_plain:
         return f"{plain} tokens/s, plain decoding"
+
     low = min(comparison.ratios)
     high = max(comparison.ratios)
     ratio = float(ours) / float(plain)
@@ -463,6 +489,7 @@ def speed_line(comparison: Comparison) -> str:
         verdict = f"{ratio:.2f}x faster than plain decoding"
     else:
         verdict = f"{ratio:.2f}x the speed of plain decoding"
+
     spread = (
         f"{ours} vs {plain} tokens/s; {low:.2f}x to {high:.2f}x in {len(comparison.ratios)} runs"
     )

@@ -45,13 +45,16 @@ def inspect(
 
 # Fields of a configuration that say how large a model is.
 _SIZES = (
-    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size",
-    "draft_vocab_size", "max_position_embeddings",
+    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
+    "num_key_value_heads", "vocab_size", "draft_vocab_size", "max_position_embeddings",
 )  # fmt: skip
 
 
 def _table(description: dict[str, Any], *, everything: bool) -> Table:
-    """Returns the fields of a description in words, without empty ones, and the configuration as the file has it."""
+    """Returns the fields of a description in words, without empty ones.
+
+    The configuration is as the file has it.
+    """
     from eagle3_jax.conversion.errors import printable
     from eagle3_jax.conversion.sidecars import described_tokens
 
@@ -62,6 +65,7 @@ def _table(description: dict[str, Any], *, everything: bool) -> Table:
         template = description["chat_template"]
         facts["config"] = {name: config[name] for name in _SIZES if name in config}
         facts["chat_template"] = template and f"{len(template):,} characters; --all prints it"
+
     rows = []
     for name, value in flat(facts):
         if value not in ("", None):

@@ -97,11 +97,13 @@ def serve(
 
             devices = read_mesh(mesh, [options.slots])
             decoder = open_decoder(models, draft, dtype, batch=options.slots, mesh=devices)
+
         mode = SamplingMode.GREEDY if options.sampling == "greedy" else SamplingMode.TRUNCATED
         port = listener.getsockname()[1]
         host = f"[{options.host}]" if ":" in options.host else options.host
         model = models.target or "bundled"
         line = f"{model} is ready at http://{host}:{port}"
+
         server = Server(
             decoder,
             model=model,
@@ -119,6 +121,7 @@ def serve(
 def _bind(host: str, port: int) -> socket.socket:
     """Returns a socket at an address; nothing can connect to it yet."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -129,5 +132,6 @@ def _bind(host: str, port: int) -> socket.socket:
             raise Misuse(
                 f"--host {host} --port {port}: {reason.lower()}; choose another port, or 0 for any"
             ) from None
+        # The socket stays open for the caller.
         stack.pop_all()
     return listener

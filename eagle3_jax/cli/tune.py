@@ -1,4 +1,4 @@
-"""``eagle3 tune``: the best draft length for every batch size, measured on this machine with these prompts."""
+"""``eagle3 tune``: the best draft length for every batch size, measured on this machine."""
 
 from __future__ import annotations
 
@@ -110,11 +110,10 @@ def tune(
 
     trees = [parse_tree(text) for text in tree or []]
     fetch_first(models.target, models.drafter)
-    drafter = (
-        announced(measured_drafter(models.target), models.target)
-        if models.drafter is None
-        else models.drafter
-    )
+    drafter = models.drafter
+    if drafter is None:
+        drafter = announced(measured_drafter(models.target), models.target)
+
     with spinner("loading") as now:
         dtype = measured_dtype(dtype)
         loaded = read_target(models.target, dtype, weights=models.weights)
@@ -123,16 +122,18 @@ def tune(
         known = read_prompts(
             prompts or bundled("prompts.jsonl"), loaded, max_new_tokens=max_new_tokens
         )
+
         chosen = in_turn(
             [prompt for prompt in known if prompts or prompt.category == "code"], max_prompts
         )
+
         head = read_drafter(drafter, target=loaded, layer_ids=models.layer_ids)
         assert head is not None
+
         batches = len(set(sizes))
         shapes = len(set(lengths)) + len(trees)
-        now = counted(
-            now, tuning.num_steps(shapes=shapes, batches=batches, repeats=repeats, check=check)
-        )
+        steps = tuning.num_steps(shapes=shapes, batches=batches, repeats=repeats, check=check)
+        now = counted(now, steps)
         result = tuning.tune(
             loaded,
             head,
@@ -146,6 +147,7 @@ def tune(
             on_progress=now.say,
             on_result=now.tell,
         )
+
     method = head.described if isinstance(head, LoadedDrafter) else type(head).__name__
     about = {
         "hardware": hardware(),
@@ -157,6 +159,7 @@ def tune(
     if output is not None:
         write_json(output, values)
     print_page(Page(values, _text(result, values)), as_json=as_json)
+
     if len(result.batches) < batches or (check and len(result.checks) < min(batches, 2)):
         measured = ", ".join(str(tuned.batch) for tuned in result.batches)
         typer.echo(f"interrupted: measured batch sizes {measured} of {batch_sizes}", err=True)
@@ -166,18 +169,17 @@ def tune(
 _NOTES = """\
 S = τ / (v + G·c) with quartiles, * the choice. τ: tokens per round, measured for each draft separately; it does not
 change with the batch. v, c: a verification and a draft step in plain steps. A shorter draft, or none, is chosen if
-the difference is smaller than that between repeats."""
+the difference is smaller than that between repeats."""  # noqa: E501
 
 
 def _text(result: Tuning, values: dict[str, Any]) -> list[str | Table]:
     """Returns the speed-ups, the break-evens, the checks, and the schedule to copy."""
-    precision = (
-        values["dtype"]
-        if values["weights"] == "dense"
-        else f"{values['dtype']}, {values['weights']}"
-    )
+    precision = values["dtype"]
+    if values["weights"] != "dense":
+        precision += f", {values['weights']}"
     prompts = f"{result.num_prompts} prompt{'s' if result.num_prompts > 1 else ''}"
     size = f"{prompts} x {result.max_new_tokens} new tokens, {result.repeats} interleaved repeats"
+
     return [
         f"{values['drafter_method']}; {values['hardware']}; {precision}, greedy; {size}\n",
         _speedups(result),
@@ -222,7 +224,7 @@ _CHECKS = {
 
 
 def _break_evens(values: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the acceptance from which the best chain of each batch size is faster than plain decoding."""
+    """Returns the acceptance from which the best chain is faster than plain decoding, by batch."""
     rows = []
     for tuned in values["batches"]:
         levels = tuned["break_even"]
@@ -241,6 +243,7 @@ def _schedule(result: Tuning) -> list[str]:
         return [
             "\nNo chain pays off at any of these batch sizes: decode plainly. There is no schedule."
         ]
+
     entries = schedule.to_lists()
     keys = {
         "num_speculative_tokens": schedule.max_length,
@@ -251,6 +254,7 @@ def _schedule(result: Tuning) -> list[str]:
         json.dumps(keys),
         f"eagle3 generate --schedule '{json.dumps(entries, separators=(',', ':'))}'",
     ]
+
     for tuned in result.batches:
         if tuned.best is not None and not tuned.best.shape.is_chain:
             tree = tuned.best.shape.name

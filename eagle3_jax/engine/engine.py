@@ -1,4 +1,7 @@
-"""Requests that share the rows of one running batch. A row that ends is given to the next request."""
+"""Requests that share the rows of one running batch.
+
+A row that ends is given to the next request.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,8 +63,16 @@ class _Entry:
         return len(self.request.tokens) + len(self.output)
 
 
+class _Partial(NamedTuple):
+    """A prompt that runs in chunks."""
+
+    entry: _Entry
+    state: GenerationState
+    done: int  #: Tokens of the prompt that have run.
+
+
 class Engine:
-    """Decodes requests in a fixed number of rows: an object of the host without threads, clock or files.
+    """Decodes requests in a fixed number of rows, on the host, without threads, clock or files.
 
     The tokens of a request are those that ``decoder.generate`` returns for it, regardless of the
     other rows. (With a schedule this holds for greedy requests.) After the first request of each
@@ -135,12 +147,11 @@ class Engine:
         self._chunk = chunk
         self._prefill_rows = prefill_rows
         self._no_rounds = SpeculationStats.merge([SpeculationStats.zeros(1, drafter.max_depth)])
-        self._ended_stats = self._no_rounds  # of all requests without a row
+        # Counters of all requests without a row.
+        self._ended_stats = self._no_rounds
         self._ids = itertools.count()
         self._waiting: collections.deque[_Entry] = collections.deque()
-        self._partial: tuple[_Entry, GenerationState, int] | None = (
-            None  # a prompt in chunks, and its tokens that ran
-        )
+        self._partial: _Partial | None = None
         self._slots: dict[int, _Entry] = {}
         self._state: GenerationState | None = None
 
@@ -212,7 +223,7 @@ class Engine:
         self._waiting = collections.deque(
             entry for entry in self._waiting if entry.request_id != request_id
         )
-        if self._partial is not None and self._partial[0].request_id == request_id:
+        if self._partial is not None and self._partial.entry.request_id == request_id:
             self._partial = None
         for index, entry in list(self._slots.items()):
             if entry.request_id == request_id:
@@ -228,7 +239,7 @@ class Engine:
         return [outputs[request_id] for request_id in ids]
 
     def warm_up(self) -> Iterator[int]:
-        """Compiles the programs of every padded length before requests come, and yields each length."""
+        """Compiles the programs of every padded length before requests come, and yields it."""
         longest = self.room - 1
         for length in sorted({padded_prompt(length) for length in range(1, longest + 1)}):
             self.run([Request([0] * min(length, longest), 1, ignore_stop=True)])
@@ -245,7 +256,7 @@ class Engine:
             if self._partial is None and self._waiting and len(self._slots) < self.num_slots:
                 self._begin_group()
             if self._partial is not None:
-                self._run_chunk(*self._partial)
+                self._run_chunk(self._partial)
             return self._run_rounds() if self._slots else []
 
     def _begin_group(self) -> None:
@@ -257,7 +268,7 @@ class Engine:
         if self._chunk is not None and len(first.request.tokens) > self._chunk:
             prompts = self._prompts([self._waiting.popleft()])
             state = loops.empty(self._loop, self.decoder.params, prompts, capacity=self._capacity)
-            self._partial = (first, state, 0)
+            self._partial = _Partial(first, state, done=0)
             return
 
         # Requests begin in order, so only those before the first one of another length are taken.
@@ -273,14 +284,20 @@ class Engine:
         prefilled = loops.prefill(self._loop, self.decoder.params, prompts, capacity=self._capacity)
         self._insert(prefilled, group)
 
-    def _run_chunk(self, entry: _Entry, state: GenerationState, done: int) -> None:
-        """Runs the next chunk of a prompt, of which ``done`` tokens have run. The last chunk gives it a row."""
+    def _run_chunk(self, partial: _Partial) -> None:
+        """Runs the next chunk of a prompt. The last chunk gives it a row."""
         assert self._chunk is not None
-        length = np.full(self._parts, len(entry.request.tokens), np.int32)
-        state = loops.extend(self._loop, self.decoder.params, state, length, size=self._chunk)
-        done += self._chunk
-        self._partial = (entry, state, done)
-        if done >= len(entry.request.tokens):
+        entry = partial.entry
+        num_prompt = len(entry.request.tokens)
+        length = np.full(self._parts, num_prompt, np.int32)
+        state = loops.extend(
+            self._loop, self.decoder.params, partial.state, length, size=self._chunk
+        )
+
+        done = partial.done + self._chunk
+        if done < num_prompt:
+            self._partial = _Partial(entry, state, done)
+        else:
             self._partial = None
             self._insert(state, [entry])
 
@@ -306,18 +323,19 @@ class Engine:
         return place_rows(prompts, self.decoder.mesh)
 
     def _insert(self, new_rows: GenerationState, entries: Sequence[_Entry]) -> None:
-        """Puts rows into free slots. Rows beyond the number of entries are repeated ones, which are dropped."""
+        """Puts the rows of entries into free slots. Rows beyond the entries are repeated ones."""
         if self._state is None:
             self._state = rows.ended_copies(new_rows, self.num_slots)
         free = [index for index in range(self.num_slots) if index not in self._slots]
-        # Rows that are out of range are dropped.
+
+        # A row whose target is out of range is dropped.
         targets = np.full(new_rows.length.shape[0], self.num_slots, np.int32)
         targets[: len(entries)] = free[: len(entries)]
         self._state = rows.insert(self._state, new_rows, targets)
         self._slots.update(zip(free, entries, strict=False))
 
     def _run_rounds(self) -> list[Event]:
-        """Runs rounds, reads what is new in all rows in one transfer, and frees the rows that have ended."""
+        """Runs rounds, reads what is new in one transfer, and frees the rows that have ended."""
         state = self._state
         assert state is not None
         for _ in range(self._loop.rounds_per_check):
@@ -329,18 +347,20 @@ class Engine:
         for index, entry in self._slots.items():
             starts[index] = entry.length
         width = 1 + self._loop.rounds_per_check * (self._loop.drafter.max_depth + 1)
-        length, finish, tokens, scores, counters = to_host(rows.written(state, starts, width=width))
+        written = to_host(rows.written(state, starts, width=width))
 
         events = []
         for index, entry in list(self._slots.items()):
-            count = int(length[index]) - entry.length
-            new = tokens[index, :count].tolist()
-            scored = None if scores is None else scores.row(index, 0, count)
+            count = int(written.length[index]) - entry.length
+            new = written.tokens[index, :count].tolist()
+            scored = None
+            if written.logprobs is not None:
+                scored = written.logprobs.row(index, 0, count)
             is_first = not entry.output
             entry.output += new
-            entry.stats = jax.tree.map(lambda leaf, index=index: leaf[index], counters)
+            entry.stats = jax.tree.map(lambda leaf, index=index: leaf[index], written.stats)
 
-            reason = FinishReason(int(finish[index]))
+            reason = FinishReason(int(written.finish[index]))
             output = None
             if reason is not FinishReason.RUNNING:
                 output = entry.output

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from eagle3_jax.checks import checked_sampling, sampling_mode_of
 from eagle3_jax.decode import SpeculativeDecoder
 from eagle3_jax.engine.engine import Engine, sampling_of
+from eagle3_jax.loaded import LoadedTarget
 from eagle3_jax.prompts.request import Request
 from eagle3_jax.results import Generation
 from eagle3_jax.stats import TokenLogProb
@@ -50,8 +51,10 @@ def complete(
     if not requests:
         return
     target = decoder.target
+    # The limits as the target's positions allow them; results report the prompts as encoded.
     encoded = [request.encoded(target) for request in requests]
-    bounded = [_bounded(decoder, request) for request in encoded]
+    bounded = [_bounded(request, target) for request in encoded]
+
     params = checked_sampling(sampling_of(bounded), len(bounded))
     longest = max(len(request.tokens) + request.max_new_tokens for request in bounded)
     engine = Engine(
@@ -62,6 +65,7 @@ def complete(
         logprobs=logprobs,
         prefill_rows=slots,
     )
+
     answers = {
         engine.submit(request): _Answer(number, StoppedText(target.tokenizer, request.stops))
         for number, request in enumerate(bounded)
@@ -70,12 +74,15 @@ def complete(
     while not engine.idle:
         for event in engine.tick():
             answer = answers.get(event.request_id)
-            if answer is None:  # a stop text in the first token has ended it
+            # A request that a stop text has ended may have another event from the same tick.
+            if answer is None:
                 continue
+
             reason = event.finish_reason
             pieces = answer.text.add(event.tokens, reason)
             answer.tokens += event.tokens[: len(pieces)]
             answer.logprobs += (event.logprobs or [])[: len(pieces)]
+
             text = None
             if answer.text.stop is not None:
                 text = answer.text.text
@@ -98,9 +105,9 @@ def complete(
             yield answer.number, result
 
 
-def _bounded(decoder: SpeculativeDecoder, request: Request) -> Request:
+def _bounded(request: Request, target: LoadedTarget) -> Request:
     """Returns the request with a limit that the target's positions allow."""
-    room = decoder.target.max_positions - len(request.tokens)
+    room = target.max_positions - len(request.tokens)
     if request.max_new_tokens <= room:
         return request
     return dataclasses.replace(request, max_new_tokens=room)

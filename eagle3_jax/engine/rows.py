@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,22 @@ from eagle3_jax.state import GenerationState
 from eagle3_jax.types import FinishReason
 
 
+class Written(NamedTuple):
+    """What a host reads of the rows of a batch, ``[B ...]``."""
+
+    length: Any
+    finish: Any
+    tokens: Any  #: ``[B width]``, from the first position of each row that is read.
+    logprobs: Any  #: Those of ``tokens``; ``None`` if none are recorded.
+    stats: Any  #: Counters of all rounds.
+
+
 @functools.partial(jax.jit, static_argnames=("count",))
 def ended_copies(rows: GenerationState, count: int) -> GenerationState:
-    """Returns ``count`` rows that have ended. They are copies of the first of ``rows``, so every leaf is valid."""
+    """Returns ``count`` rows that have ended.
+
+    They are copies of the first of ``rows``, so every leaf is valid.
+    """
     copies = jax.tree.map(lambda leaf: leaf[jnp.zeros((count,), jnp.int32)], rows)
     return on_rows(copies.replace(finish=jnp.full((count,), int(FinishReason.LENGTH), jnp.int32)))
 
@@ -26,28 +40,27 @@ def insert(
     state: GenerationState, rows: GenerationState, indices: Int[Array | np.ndarray, " R"]
 ) -> GenerationState:
     """Returns the state with ``rows`` in place of its rows ``indices``. It consumes ``state``."""
-    return on_rows(
-        jax.tree.map(lambda live, new: live.at[indices].set(new, mode="drop"), state, rows)
-    )
+    inserted = jax.tree.map(lambda live, new: live.at[indices].set(new, mode="drop"), state, rows)
+    return on_rows(inserted)
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
 def end(state: GenerationState, index: Int[Array, ""] | int) -> GenerationState:
     """Returns the state with one row ended. It consumes ``state``."""
     is_ended = jnp.arange(state.finish.shape[0]) == index
-    return on_rows(
-        state.replace(finish=jnp.where(is_ended, int(FinishReason.LENGTH), state.finish))
-    )
+    finish = jnp.where(is_ended, int(FinishReason.LENGTH), state.finish)
+    return on_rows(state.replace(finish=finish))
 
 
 @functools.partial(jax.jit, static_argnames=("width",))
-def written(state: GenerationState, starts: Int[Array | np.ndarray, " B"], *, width: int) -> tuple:
-    """Returns each row's length, finish, tokens and log-probabilities from ``starts`` on, and counters."""
+def written(
+    state: GenerationState, starts: Int[Array | np.ndarray, " B"], *, width: int
+) -> Written:
+    """Returns what each row has written from its position in ``starts`` on."""
     slots = jnp.minimum(starts[:, None] + jnp.arange(width), state.tokens.shape[1] - 1)
     take = jax.vmap(lambda leaf, slots: leaf[slots])
-    scores = (
-        None
-        if state.logprobs is None
-        else jax.tree.map(lambda leaf: take(leaf, slots), state.logprobs)
-    )
-    return state.length, state.finish, take(state.tokens, slots), scores, state.stats
+
+    logprobs = None
+    if state.logprobs is not None:
+        logprobs = jax.tree.map(lambda leaf: take(leaf, slots), state.logprobs)
+    return Written(state.length, state.finish, take(state.tokens, slots), logprobs, state.stats)

@@ -18,14 +18,16 @@ from eagle3_jax.types import TargetModel
 
 
 def score(decoder: SpeculativeDecoder, tokens: list[int], count: int) -> list[TokenLogProb | None]:
-    """Returns the log-probability of each token after those before it, and of the ``count`` likeliest tokens.
+    """Returns the log-probability of each token after those before it, and the likeliest tokens.
 
-    The first token has none.
+    There are ``count`` likeliest tokens at each position. The first token of ``tokens`` has no
+    log-probability.
     """
     target = decoder.target
     padded_length = min(padded_prompt(len(tokens)), target.max_positions)
     row = np.zeros((1, padded_length), np.int32)
     row[0, : len(tokens)] = tokens
+
     with under(decoder.mesh):
         scores = to_host(_scores(target.model, decoder.params.target, row, count=count))
     return [None, *scores.row(0, 0, len(tokens) - 1)]
@@ -35,7 +37,7 @@ def score(decoder: SpeculativeDecoder, tokens: list[int], count: int) -> list[To
 def _scores(
     model: TargetModel, params: Any, tokens: Int[Array | np.ndarray, "1 T"], *, count: int
 ) -> LogProbs:
-    """Returns the log-probability of the token after each position, and of the ``count`` likeliest ones."""
+    """Returns the log-probability of the token after each position, and of the likeliest ones."""
     tokens = jnp.asarray(tokens)
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     output = model(params, tokens, positions, causal_mask(tokens.shape[1]))

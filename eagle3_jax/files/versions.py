@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 def git() -> dict[str, Any] | str:
     """Returns the commit, and whether files differ from it."""
     try:
-        if _git("rev-parse", "--show-prefix"):  # an unpacked archive inside some other repository
+        # An archive may be unpacked inside some other repository.
+        if _git("rev-parse", "--show-prefix"):
             return "not a checkout"
         return {"commit": _git("rev-parse", "HEAD"), "dirty": bool(_git("status", "--porcelain"))}
     except (OSError, subprocess.SubprocessError):

@@ -62,6 +62,7 @@ def read_prompts(
     prompts = []
     for row in read_rows(path, _FORM):
         prompt = _prompt(row, path.stem, max_new_tokens)
+
         try:
             tokens: str | list[int] = prompt.tokens if prompt.text is None else prompt.text
             if isinstance(tokens, str) and _is_question(row) and target.chat_template is not None:
@@ -79,6 +80,7 @@ def read_prompts(
                 f" {prompt.max_new_tokens} more, but the target holds {target.holds}; leave the"
                 " line out or shorten it"
             )
+
         prompts.append(dataclasses.replace(prompt, tokens=tokens))
     return prompts
 
@@ -94,24 +96,22 @@ def _prompt(row: JsonRow, file: str, max_new_tokens: int) -> Prompt:
     if _is_question(row):
         check_keys(row, also=("turns", "question", "answer"))
         if "turns" not in values:
-            turns = [values["question"]]
-            reference = values.get("answer")
             values = {
                 "question_id": _line_name(row),
                 "category": file,
-                "turns": turns,
-                "reference": reference,
+                "turns": [values["question"]],
+                "reference": values.get("answer"),
             }
         turns = values["turns"]
-        if (
-            not isinstance(turns, list)
-            or not turns
-            or not all(isinstance(turn, str) and turn for turn in turns)
-        ):
+        are_texts = isinstance(turns, list) and all(
+            isinstance(turn, str) and turn for turn in turns
+        )
+        if not are_texts or not turns:
             raise ValueError(f"{where}'turns' must be a list of texts, at least one")
         for key in ("question_id", "category"):
             if key not in values:
                 raise ValueError(f"{where}a question with 'turns' needs '{key}' too")
+
         name = values["question_id"]
         category = values["category"] or file
         text = turns[0]
@@ -129,6 +129,7 @@ def _prompt(row: JsonRow, file: str, max_new_tokens: int) -> Prompt:
         max_new_tokens = request.max_new_tokens
     else:
         raise ValueError(f"{where}expected {_FORM}")
+
     reference = values.get("reference")
     first = reference[0] if isinstance(reference, list) and reference else reference
     if first is not None and not isinstance(first, str):
@@ -142,7 +143,10 @@ def _line_name(row: JsonRow) -> str:
 
 
 def resize_prompt(tokens: list[int], length: int) -> list[int]:
-    """Returns a prompt of exactly ``length`` tokens: the end of a longer prompt, or a shorter prompt repeated."""
+    """Returns a prompt of exactly ``length`` tokens.
+
+    It is the end of a longer prompt, or a shorter prompt repeated.
+    """
     if not tokens:
         return tokens
     repeats = -(-length // len(tokens))
@@ -150,8 +154,12 @@ def resize_prompt(tokens: list[int], length: int) -> list[int]:
 
 
 def random_prompts(count: int, vocab_size: int, length: int, *, seed: int = 0) -> list[Prompt]:
-    """Returns prompts of ``length`` random token ids, equally likely. Their acceptance differs from that of text."""
-    import numpy as np  # reading a file of prompts needs none
+    """Returns prompts of ``length`` random token ids, equally likely.
+
+    Their acceptance differs from that of text.
+    """
+    # Reading a file of prompts needs no numpy.
+    import numpy as np
 
     ids = np.random.default_rng(seed).integers(0, vocab_size, (count, length)).tolist()
     return [
@@ -161,7 +169,9 @@ def random_prompts(count: int, vocab_size: int, length: int, *, seed: int = 0) -
 
 
 def in_turn(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """Chooses ``count`` prompts in turn from all categories and their sources, and groups them by category.
+    """Chooses ``count`` prompts in turn from all categories and their sources.
+
+    They are grouped by category.
 
     The source is the part of a name before its last colon, as in ``code/bisect.py:19``. Few prompts
     should not all come from one file, and a batch should have one category where there are enough

@@ -30,7 +30,9 @@ _REQUEST_FORM = (
 
 
 def read_requests(path: Path, defaults: Request) -> list[Request]:
-    """Reads the prompts of a JSONL file, one object per line, with their options. Blank lines are skipped.
+    """Reads the prompts of a JSONL file, one object per line, with their options.
+
+    Blank lines are skipped.
 
     Args:
         path: The file.
@@ -41,7 +43,8 @@ def read_requests(path: Path, defaults: Request) -> list[Request]:
     Raises:
         ValueError: A line is malformed; the message names it.
     """
-    import numpy as np  # other commands read no requests
+    # Other commands read no requests, and need no numpy here.
+    import numpy as np
 
     requests = []
     for number, row in enumerate(read_rows(path, _REQUEST_FORM)):
@@ -65,6 +68,7 @@ def read_request(line: JsonRow, defaults: Request, options: Collection[str] = ()
     if len(inputs) != 1:
         several = ", with one of 'prompt', 'prompt_ids' and 'messages'" if inputs else ""
         raise ValueError(f"{where}expected {_REQUEST_FORM}{several}")
+
     prompt: Any = row[inputs[0]]
     messages: Any = row.get("messages")
     if not isinstance(prompt, str if "prompt" in row else list):
@@ -80,31 +84,36 @@ def read_request(line: JsonRow, defaults: Request, options: Collection[str] = ()
         prompt = messages[-1]["content"]
     elif isinstance(prompt, list):
         prompt = check_token_ids(prompt, where)
+
     limit = row.get("max_new_tokens", defaults.max_new_tokens)
     if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MOST_TOKENS:
         raise ValueError(
             f"{where}max_new_tokens is {shown(limit)}; expected a whole number from 1 to"
             f" {MOST_TOKENS}"
         )
+
     values = {name: _option(name, row[name], where) for name in _OPTIONS if name in row}
     values["stops"] = (*defaults.stops, *values.pop("stop", ()))
     return dataclasses.replace(
-        defaults,
-        prompt=prompt,
-        max_new_tokens=limit,
-        messages=messages,
-        where=where,
-        **values,
+        defaults, prompt=prompt, max_new_tokens=limit, messages=messages, where=where, **values
     )
 
 
 def _option(name: str, value: Any, where: str) -> Any:
-    """Checks the value of an option and returns it, ``stop`` as a list. Ranges of floats are checked later."""
+    """Checks the value of an option and returns it, ``stop`` as a list.
+
+    The ranges of floats are checked later.
+    """
     if name == "stop":
         value = [value] if isinstance(value, str) else value
         is_valid = isinstance(value, list) and all(isinstance(text, str) and text for text in value)
     elif name in ("temperature", "top_p"):
         is_valid = isinstance(value, int | float) and not isinstance(value, bool)
+        # A whole number of hundreds of digits is not a float.
+        try:
+            value = float(value) if is_valid else value
+        except OverflowError:
+            is_valid = False
     else:
         limit = 2**32 if name == "seed" else 2**31
         is_valid = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < limit
@@ -127,15 +136,14 @@ def check_keys(line: JsonRow, also: Collection[str] = ()) -> None:
     for key in line.values:
         if key in known:
             continue
+
+        similar = difflib.get_close_matches(key, _FIELDS, n=1)
         if key in (*_OPTIONS, "ignore_eos"):
             advice = f"it is given for all prompts, with --{key.replace('_', '-')}"
+        elif similar:
+            advice = f"did you mean {similar[0]!r}?"
         else:
-            similar = difflib.get_close_matches(key, _FIELDS, n=1)
-            advice = (
-                f"did you mean {similar[0]!r}?"
-                if similar
-                else f"expected {', '.join(map(repr, _FIELDS))}"
-            )
+            advice = f"expected {', '.join(map(repr, _FIELDS))}"
         raise ValueError(f"{line.where}{shown(key)} is not known; {advice}")
 
 
@@ -147,7 +155,7 @@ def check_token_ids(ids: list[Any], where: str) -> list[int]:
         where: Beginning of the error message.
 
     Raises:
-        ValueError: An entry is no whole number.
+        ValueError: An entry is not a whole number.
     """
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int):

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from eagle3_jax.loaded import LoadedTarget
     from eagle3_jax.types import SamplingParams
 
-MOST_TOKENS = 1_000_000_000  # limits are 32-bit on the device
+# Limits are 32-bit on the device.
+MOST_TOKENS = 1_000_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Request:
     @property
     def sampling(self) -> SamplingParams:
         """The sampling parameters, as scalars."""
-        from eagle3_jax.types import SamplingParams  # a request is read without JAX
+        # A request is read without JAX.
+        from eagle3_jax.types import SamplingParams
 
         return SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 

@@ -105,14 +105,17 @@ class Server:
             logprobs=logprobs,
         )
         self._offer = Offer(decoder, model or decoder.target.name, self._engine.room, logprobs)
+
         self._most_open = slots + max_queue
         self._on_ready = on_ready
-        self._open: set[Ticket] = set()  # requests that wait or run
+        # Requests that wait or run.
+        self._open: set[Ticket] = set()
         self._state = State.COMPILING
         self._started = int(time.time())
         self._loop: asyncio.AbstractEventLoop | None = None
         self._http: uvicorn.Server | None = None
         self.failure: BaseException | None = None
+
         self._metrics = Metrics(
             self._offer.model,
             max_depth=decoder.loop.drafter.max_depth,
@@ -125,18 +128,15 @@ class Server:
             refuse=self._refuse,
             submit=lambda watch: self._worker.watch(watch),
         )
+
         routes = [
             *viewer.routes,
             Route("/v1/completions", self._complete, methods=["POST"]),
             Route("/v1/chat/completions", self._complete, methods=["POST"]),
             Route("/v1/models", self._list_models),
-            Route(
-                "/version", lambda request: JSONResponse({"version": f"eagle3-jax {__version__}"})
-            ),
+            Route("/version", self._tell_version),
             Route("/health", lambda request: self._refuse() or Response()),
-            Route(
-                "/metrics", lambda request: Response(self._metrics.text(), media_type=CONTENT_TYPE)
-            ),
+            Route("/metrics", self._tell_metrics),
         ]
         handlers: dict[Any, Any] = {
             BadRequest: lambda request, error: respond_error(error.status, str(error), error.param),
@@ -146,7 +146,9 @@ class Server:
         self.app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self._live)
 
     def run(self, listener: socket.socket) -> None:
-        """Serves at a bound socket until SIGTERM or Ctrl-C. A second signal does not wait for running requests.
+        """Serves at a bound socket until SIGTERM or Ctrl-C.
+
+        A second signal does not wait for running requests.
 
         Raises:
             Exception: The engine failed.
@@ -164,7 +166,10 @@ class Server:
             raise self.failure
 
     def drain(self) -> None:
-        """Refuses new requests, and ends :meth:`run` when the running ones have ended. Any thread may call it."""
+        """Refuses new requests, and ends :meth:`run` when the running ones have ended.
+
+        Any thread may call it.
+        """
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._drain)
 
@@ -187,11 +192,13 @@ class Server:
             on_events=self._deliver,
             on_failure=self._fail,
         )
+
         self._worker.start()
         try:
             yield
             await self._worker.stop()
-        except asyncio.CancelledError:  # after a second signal running requests are not waited for
+        except asyncio.CancelledError:
+            # After a second signal running requests are not waited for.
             self._worker.abandon()
 
     def _take_requests(self) -> None:
@@ -211,12 +218,14 @@ class Server:
                 if ticket.request.max_new_tokens == 0:
                     self._close(ticket, "length")
                 continue
+
             self._metrics.count_tokens(
                 len(event.tokens),
                 num_prompt=len(ticket.request.tokens),
                 seconds=now - (ticket.latest or ticket.arrival),
                 is_first=ticket.latest is None,
             )
+
             ticket.latest = now
             if event.output is not None:
                 self._close(ticket, FINISH_REASONS.get(event.finish_reason, "error"))
@@ -240,28 +249,35 @@ class Server:
             self._metrics.count_end(reason, time.perf_counter() - ticket.arrival)
             self._end_if_drained()
 
+    def _tell_version(self, request: Request) -> Response:
+        return JSONResponse({"version": f"eagle3-jax {__version__}"})
+
+    def _tell_metrics(self, request: Request) -> Response:
+        return Response(self._metrics.text(), media_type=CONTENT_TYPE)
+
     async def _list_models(self, request: Request) -> Response:
         model = {
             "id": self._offer.model,
             "object": "model",
             "created": self._started,
             "owned_by": "eagle3-jax",
+            "root": self._offer.model,
+            "parent": None,
+            "max_model_len": self._offer.room,
         }
-        model |= {"root": self._offer.model, "parent": None, "max_model_len": self._offer.room}
         return JSONResponse({"object": "list", "data": [model]})
 
     def _refuse(self) -> Response | None:
         """Returns the answer to every request, unless the server is ready."""
-        return (
-            None
-            if self._state is State.READY
-            else respond_error(503, f"the server {self._state.value}")
-        )
+        if self._state is State.READY:
+            return None
+        return respond_error(503, f"the server {self._state.value}")
 
     async def _complete(self, request: Request) -> Response:
         body = await read_body(request)
         is_chat = request.url.path == "/v1/chat/completions"
         completion = await asyncio.to_thread(self._read, body, is_chat)
+
         refusal = self._refuse()
         if refusal is not None:
             return refusal
@@ -269,6 +285,7 @@ class Server:
             return respond_error(
                 503, f"the server has {len(self._open)} requests already; try again"
             )
+
         ticket = Ticket(completion)
         self._open.add(ticket)
         self._worker.submit(ticket)
@@ -279,7 +296,10 @@ class Server:
         return await self._answer_in_one(request, ticket, answer)
 
     def _read(self, body: bytes, is_chat: bool) -> CompletionRequest:
-        """Parses and checks a request. It runs outside of the event loop, because a long text takes a while."""
+        """Parses and checks a request.
+
+        It runs outside of the event loop, because a long text takes a while.
+        """
         completion = read_request(parse_body(body), self._offer, is_chat=is_chat)
         self._check(completion)
         return completion
@@ -295,7 +315,10 @@ class Server:
                 ) from None
 
     async def _choices(self, ticket: Ticket, answer: Answer) -> AsyncIterator[dict[str, Any]]:
-        """Yields one choice per chunk: the prompt if it is echoed, the first token, and the tokens of each round."""
+        """Yields one choice per chunk.
+
+        The chunks are the prompt if it is echoed, the first token, and the tokens of each round.
+        """
         while answer.finish_reason is None:
             event = await ticket.events.get()
             if isinstance(event, Exception):
@@ -306,10 +329,10 @@ class Server:
                 raise RuntimeError("the target has no next token: its logits are not finite")
             else:
                 choice = answer.add(event)
+
+            # A stop text ends an answer before the engine does.
             if answer.finish_reason is not None:
-                self._close(
-                    ticket, answer.finish_reason
-                )  # a stop text ends it before the engine does
+                self._close(ticket, answer.finish_reason)
             yield choice
 
     async def _stream(self, ticket: Ticket, answer: Answer) -> AsyncIterator[bytes]:

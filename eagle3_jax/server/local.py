@@ -30,7 +30,8 @@ def serving(decoder: SpeculativeDecoder, **options: Any) -> Iterator[str]:
     server = Server(decoder, **options, on_ready=is_ready.set)
 
     def run() -> None:
-        with contextlib.suppress(Exception):  # `server.failure` keeps it
+        # The exception is `server.failure`.
+        with contextlib.suppress(Exception):
             server.run(listener)
         is_ready.set()
 

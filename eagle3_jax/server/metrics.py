@@ -14,57 +14,25 @@ from eagle3_jax.stats import SpeculationStats
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 _LABELS = ("model_name", "engine")
 # Edges of histograms in seconds, as in vLLM.
+# fmt: off
 _FIRST_TOKEN = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
-)  # fmt: skip
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
+    80, 160, 640, 2560,
+)
 _BETWEEN_TOKENS = (
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
 )
 _REQUEST = (
-    0.3,
-    0.5,
-    0.8,
-    1,
-    1.5,
-    2,
-    2.5,
-    5,
-    10,
-    15,
-    20,
-    30,
-    40,
-    50,
-    60,
-    120,
-    240,
-    480,
-    960,
-    1920,
-    7680,
+    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
 )
+# fmt: on
 
 
 class Metrics:
-    """Counters, gauges and histograms in a registry of their own, so that a process can hold several servers."""
+    """Counters, gauges and histograms in a registry of their own.
+
+    So a process can hold several servers.
+    """
 
     def __init__(
         self, model: str, *, max_depth: int, running: Callable[[], int], waiting: Callable[[], int]
@@ -81,6 +49,7 @@ class Metrics:
         self._labels = (model, "0")
         self._prompt_tokens = self._metric(Counter, "prompt_tokens", "Tokens of prompts.")
         self._generation_tokens = self._metric(Counter, "generation_tokens", "New tokens.")
+
         self._first_token = self._metric(
             Histogram,
             "time_to_first_token_seconds",
@@ -96,6 +65,7 @@ class Metrics:
         self._latency = self._metric(
             Histogram, "e2e_request_latency_seconds", "Time of a request.", buckets=_REQUEST
         )
+
         success = Counter(
             "vllm:request_success",
             "Ended requests.",
@@ -104,6 +74,7 @@ class Metrics:
         )
         reasons = ("stop", "length", "abort", "error")
         self._success = {reason: success.labels(*self._labels, reason) for reason in reasons}
+
         per_position = Counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Rounds in which the draft token at a position was accepted.",
@@ -116,6 +87,7 @@ class Metrics:
             self._metric(Counter, "spec_decode_num_accepted_tokens", "Accepted draft tokens."),
             *[per_position.labels(*self._labels, str(depth)) for depth in range(max_depth)],
         ]
+
         self._counted = np.zeros(len(self._rounds), int)
         self._metric(Gauge, "num_requests_running", "Requests in slots.").set_function(running)
         self._metric(Gauge, "num_requests_waiting", "Requests without a slot.").set_function(

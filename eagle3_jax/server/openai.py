@@ -1,4 +1,4 @@
-"""OpenAI's completions and chat completions: requests as they are read, answers as they are written."""
+"""OpenAI's completions and chat completions: requests as read, answers as written."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ MOST_STOPS = 4
 LONGEST_STOP = 64  # characters
 _DEFAULT_LIMIT = 16  # OpenAI's, of completions
 _HOTTEST = 1e6  # temperature; larger ones overflow float32
-_LEAST_LOGPROB = -9999.0  # minus infinity is no number of JSON
+_LEAST_LOGPROB = -9999.0  # minus infinity is not a number of JSON
 # Fields of other servers, with the values that change nothing; `None` is any value.
 _NEUTRAL: Mapping[str, tuple[Any, ...] | None] = {
-    "n": (1,), "best_of": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,),
-    "min_p": (0,), "min_tokens": (0,), "logit_bias": ({},), "suffix": ("",), "tools": ([],), "tool_choice": ("none",),
-    "response_format": ({"type": "text"},), "use_beam_search": (False,), "skip_special_tokens": (True,),
-    "length_penalty": (1,), "stop_token_ids": ([],), "store": (False,), "parallel_tool_calls": None, "user": None,
+    "n": (1,), "best_of": (1,), "min_p": (0,), "min_tokens": (0,), "length_penalty": (1,),
+    "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,),
+    "logit_bias": ({},), "suffix": ("",), "tools": ([],), "tool_choice": ("none",),
+    "parallel_tool_calls": None, "response_format": ({"type": "text"},), "stop_token_ids": ([],),
+    "use_beam_search": (False,), "skip_special_tokens": (True,), "store": (False,), "user": None,
     "request_id": None, "metadata": None,
 }  # fmt: skip
 FINISH_REASONS = {
@@ -104,14 +105,14 @@ def parse_body(body: bytes) -> dict[str, Any]:
     """Parses the body of a request.
 
     Raises:
-        BadRequest: It is no object in strict JSON.
+        BadRequest: It is not an object in strict JSON.
     """
     try:
         values = parse_json(body.decode())
     except ValueError as error:
-        raise BadRequest(f"the body is no JSON: {error}") from None
+        raise BadRequest(f"the body is not JSON: {error}") from None
     if not isinstance(values, dict):
-        raise BadRequest("the body is no JSON object")
+        raise BadRequest("the body is not a JSON object")
     return values
 
 
@@ -126,6 +127,7 @@ def read_request(values: Mapping[str, Any], offer: Offer, *, is_chat: bool) -> C
     Raises:
         BadRequest: A field is malformed, or the server cannot do what it asks for.
     """
+    target = offer.decoder.target
     fields = _Fields(values)
     model = fields.take("model", str, offer.model)
     if model != offer.model:
@@ -139,25 +141,28 @@ def read_request(values: Mapping[str, Any], offer: Offer, *, is_chat: bool) -> C
     if stream_options is not None and not stream:
         raise BadRequest("stream_options needs stream", "stream_options")
     echo = False if is_chat else fields.take("echo", bool, False)
-    prompt = _read_prompt(fields, offer.decoder.target, is_chat=is_chat)
-    prompt_text = prompt.prompt if isinstance(prompt.prompt, str) and not is_chat else None
+
+    # The limit depends on the length of the prompt in tokens.
+    unlimited = _read_prompt(fields, target, is_chat=is_chat)
     try:
-        prompt = prompt.encoded(offer.decoder.target)
+        encoded = unlimited.encoded(target)
     except ValueError as error:
         raise BadRequest(str(error), "messages" if is_chat else "prompt") from None
-    request = Request(
-        prompt.prompt,
-        max_new_tokens=_read_limit(
-            fields, offer.room, len(prompt.tokens), least=0 if echo else 1, is_chat=is_chat
-        ),
+    least = 0 if echo else 1
+    limit = _read_limit(fields, offer.room, len(encoded.tokens), least=least, is_chat=is_chat)
+
+    request = dataclasses.replace(
+        encoded,
+        max_new_tokens=limit,
         temperature=fields.number("temperature", 1.0, least=0.0, most=_HOTTEST),
-        top_k=min(max(0, fields.take("top_k", int, 0)), offer.decoder.target.vocab_size),
+        top_k=min(max(0, fields.take("top_k", int, 0)), target.vocab_size),
         top_p=fields.number("top_p", 1.0, least=1e-9, most=1.0),
         seed=fields.take("seed", int, secrets.randbits(32)) % 2**32,
         stops=stops,
         ignore_stop=fields.take("ignore_eos", bool, False),
     )
-    completion_request = CompletionRequest(
+    prompt_text = unlimited.prompt if isinstance(unlimited.prompt, str) and not is_chat else None
+    completion = CompletionRequest(
         request=request,
         is_chat=is_chat,
         prompt_text=prompt_text,
@@ -168,8 +173,9 @@ def read_request(values: Mapping[str, Any], offer: Offer, *, is_chat: bool) -> C
         with_ids=fields.take("return_token_ids", bool, False),
         tokens_as_ids=fields.take("return_tokens_as_token_ids", bool, False),
     )
+
     fields.refuse_unread()
-    return completion_request
+    return completion
 
 
 class _Fields:
@@ -215,6 +221,7 @@ def _read_logprobs(fields: _Fields, offer: Offer, *, is_chat: bool) -> int | Non
         param = "top_logprobs" if most_likely else param
     if count is None:
         return None
+
     if count < 0:
         raise BadRequest(f"{param} is {count}; expected 0 or more", param)
     if offer.num_logprobs is None or count > offer.num_logprobs:
@@ -231,22 +238,25 @@ def _read_stops(fields: _Fields, offer: Offer) -> tuple[str, ...]:
     """Returns the texts that end the answer."""
     stop = fields.take("stop", (str, list), None)
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+
     are_texts = all(isinstance(text, str) and 0 < len(text) <= LONGEST_STOP for text in stops)
     if len(stops) > MOST_STOPS or not are_texts:
         raise BadRequest(
             f"stop takes up to {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters", "stop"
         )
+
     if stops and offer.decoder.target.tokenizer is None:
         raise BadRequest(f"{offer.model} has no tokenizer, so no text can end an answer", "stop")
     return stops
 
 
 def _read_limit(fields: _Fields, room: int, num_prompt: int, *, least: int, is_chat: bool) -> int:
-    """Returns the number of new tokens. Default: what fits for a chat, OpenAI's for a completion."""
+    """Returns the number of new tokens. A chat's default is what fits, a completion's OpenAI's."""
     default = max(least, room - num_prompt) if is_chat else _DEFAULT_LIMIT
     limit = fields.take("max_tokens", int, default)
     if is_chat:
         limit = fields.take("max_completion_tokens", int, limit)
+
     if limit < least:
         raise BadRequest(f"max_tokens is {limit!r:.40}; expected at least {least}", "max_tokens")
     if num_prompt + limit > room:
@@ -259,7 +269,7 @@ def _read_limit(fields: _Fields, room: int, num_prompt: int, *, least: int, is_c
 
 
 def _read_prompt(fields: _Fields, target: LoadedTarget, *, is_chat: bool) -> Request:
-    """Returns a request with nothing but the prompt or the conversation."""
+    """Returns a request with the prompt or the conversation, and nothing else yet."""
     if is_chat:
         if target.chat_template is None:
             raise BadRequest(f"{target.name} has no chat template; use /v1/completions", "messages")
@@ -287,7 +297,7 @@ def _flatten_content(message: Any) -> Any:
         for part in content
     ]
     if not all(isinstance(text, str) for text in texts):
-        raise BadRequest("content has a part that is no text", "messages")
+        raise BadRequest("content has a part that is not text", "messages")
     return {**message, "content": "".join(texts)}  # type: ignore[arg-type]
 
 
@@ -299,19 +309,22 @@ class Answer:
         finish_reason: ``stop`` or ``length``; ``None`` until the answer ends.
     """
 
-    def __init__(self, completion_request: CompletionRequest, offer: Offer) -> None:
-        kind = "chatcmpl" if completion_request.is_chat else "cmpl"
+    def __init__(self, completion: CompletionRequest, offer: Offer) -> None:
+        kind = "chatcmpl" if completion.is_chat else "cmpl"
         tokenizer = offer.decoder.target.tokenizer
-        self._request = completion_request
+        self._completion = completion
         self._tokenizer = tokenizer
-        self._text = StoppedText(tokenizer, completion_request.request.stops)
+        self._text = StoppedText(tokenizer, completion.request.stops)
+
         self._base = {
             "id": f"{kind}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": offer.model,
         }
-        self._num_written = 0  # characters; the end of the text may begin a stop text
-        self._offset = 0  # characters of all tokens so far
+        # Characters that were written: the end of the text may begin a stop text.
+        self._num_written = 0
+        # Characters of all tokens so far.
+        self._offset = 0
         self._is_first = True
         self.num_tokens = 0
         self.finish_reason: str | None = None
@@ -322,9 +335,9 @@ class Answer:
         Args:
             scores: One entry per token if log-probabilities are wanted. The first token has none.
         """
-        request = self._request.request
+        request = self._completion.request
         pieces = Pieces(self._tokenizer).decode(request.tokens)
-        text = self._request.prompt_text
+        text = self._completion.prompt_text
         if text is None:
             text = "".join(pieces)
         if request.max_new_tokens == 0:
@@ -355,29 +368,30 @@ class Answer:
         pieces: list[str],
         scores: Sequence[TokenLogProb | None] | None,
     ) -> dict[str, Any]:
-        request = self._request
+        completion = self._completion
         logprobs = None
-        if request.logprobs is not None and scores is not None:
-            logprobs = (
-                self._chat_logprobs(tokens, scores)
-                if request.is_chat
-                else self._logprobs(tokens, pieces, scores)
-            )
+        if completion.logprobs is not None and scores is not None:
+            if completion.is_chat:
+                logprobs = self._chat_logprobs(tokens, scores)
+            else:
+                logprobs = self._logprobs(tokens, pieces, scores)
+
         choice: dict[str, Any] = {
             "index": 0,
             "logprobs": logprobs,
             "finish_reason": self.finish_reason,
         }
-        if request.is_chat:
+        if completion.is_chat:
             part = {"role": "assistant", "content": text} if self._is_first else {"content": text}
-            choice["delta" if request.stream else "message"] = part
+            choice["delta" if completion.stream else "message"] = part
         else:
             choice["text"] = text
         choice["stop_reason"] = self._text.stop
-        if request.with_ids:
+        if completion.with_ids:
             choice["token_ids"] = list(tokens)
             if self._is_first:
-                choice["prompt_token_ids"] = request.request.tokens
+                choice["prompt_token_ids"] = completion.request.tokens
+
         self._is_first = False
         return choice
 
@@ -391,6 +405,7 @@ class Answer:
             likeliest.append(None if score is None else dict(self._likeliest(score, token)))
             offsets.append(self._offset)
             self._offset += len(piece)
+
         return {
             "tokens": [self._name(token) for token in tokens],
             "token_logprobs": [
@@ -406,26 +421,26 @@ class Answer:
         """Returns log-probabilities in the form of chat completions."""
         content = []
         for token, score in zip(tokens, scores, strict=True):
-            assert score is not None  # only a prompt has a token without one
-            entry = _chat_entry(self._name(token), _finite(score.logprob))
+            # Only a prompt has a token without a log-probability.
+            assert score is not None
             likeliest = self._likeliest(score, None)
-            content.append(
-                {
-                    **entry,
-                    "top_logprobs": [_chat_entry(name, logprob) for name, logprob in likeliest],
-                }
-            )
+            entry = _chat_entry(self._name(token), _finite(score.logprob))
+            entry["top_logprobs"] = [_chat_entry(name, logprob) for name, logprob in likeliest]
+            content.append(entry)
         return {"content": content}
 
     def _likeliest(self, score: TokenLogProb, token: int | None) -> list[tuple[str, float]]:
-        """Returns names and log-probabilities of as many tokens as the client wants, and of ``token``."""
-        logprobs = dict(score.top[: self._request.logprobs])
+        """Returns names and log-probabilities of the tokens that a client wants to see.
+
+        They are the likeliest ones, as many as it asks for, and ``token``.
+        """
+        logprobs = dict(score.top[: self._completion.logprobs])
         if token is not None:
             logprobs[token] = score.logprob
         return [(self._name(likely), _finite(logprob)) for likely, logprob in logprobs.items()]
 
     def _name(self, token: int) -> str:
-        if self._request.tokens_as_ids or self._tokenizer is None:
+        if self._completion.tokens_as_ids or self._tokenizer is None:
             return f"token_id:{token}"
         return self._tokenizer.decode([token], skip_special_tokens=False)
 
@@ -437,11 +452,12 @@ class Answer:
             usage: Whether the numbers of tokens are added.
         """
         kind = "text_completion"
-        if self._request.is_chat:
-            kind = "chat.completion.chunk" if self._request.stream else "chat.completion"
+        if self._completion.is_chat:
+            kind = "chat.completion.chunk" if self._completion.stream else "chat.completion"
         body = {**self._base, "object": kind, "choices": choices}
+
         if usage:
-            num_prompt = len(self._request.request.tokens)
+            num_prompt = len(self._completion.request.tokens)
             body["usage"] = {
                 "prompt_tokens": num_prompt,
                 "completion_tokens": self.num_tokens,
@@ -451,7 +467,10 @@ class Answer:
 
 
 def join_choices(choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns one choice for all chunks of an answer: texts and lists are joined, of other values the last counts."""
+    """Returns one choice for all chunks of an answer.
+
+    Texts and lists are joined; of other values the last counts.
+    """
     return functools.reduce(_join, choices)
 
 
@@ -465,7 +484,10 @@ def _join(first: Any, second: Any) -> Any:
 
 
 def _chat_entry(name: str, logprob: float) -> dict[str, Any]:
-    """Returns a token in the form of chat completions. A part of a character has no bytes of its own."""
+    """Returns a token in the form of chat completions.
+
+    A part of a character has no bytes of its own.
+    """
     is_complete = "\N{REPLACEMENT CHARACTER}" not in name
     return {
         "token": name,

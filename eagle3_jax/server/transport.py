@@ -21,11 +21,14 @@ _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class DrainingServer(uvicorn.Server):
-    """A server of HTTP that ends after its running requests at the first signal, and at once at the second."""
+    """A server of HTTP that drains.
+
+    It ends after its running requests at the first signal, and at once at the second.
+    """
 
     def __init__(self, config: uvicorn.Config, drain: Callable[[], None]) -> None:
         super().__init__(config)
-        logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)
+        logging.getLogger("uvicorn.error").addFilter(_is_not_cancellation)
         self._drain = drain
         self._num_signals = 0
 
@@ -37,8 +40,8 @@ class DrainingServer(uvicorn.Server):
         self._drain()
 
 
-def _is_no_cancellation(record: logging.LogRecord) -> bool:
-    """Returns whether a log record is anything but the traceback of a task that the end of the server cancelled."""
+def _is_not_cancellation(record: logging.LogRecord) -> bool:
+    """Whether a log record is not the traceback of a task that the server's end cancelled."""
     return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
@@ -71,6 +74,7 @@ async def read_body(request: Request) -> bytes:
             parts.append(part)
         if size > _MOST_DROPPED:
             break
+
     if size > LARGEST_BODY:
         raise BadRequest(f"the body has more than {LARGEST_BODY} bytes", status=413)
     return b"".join(parts)
@@ -95,7 +99,10 @@ def error_body(status: int, message: str, param: str | None = None) -> dict[str,
 
 
 def respond_error(status: int, message: str, param: str | None = None) -> JSONResponse:
-    """Returns an error as a response; see :func:`error_body`. Clients come back after a second if it is 503."""
+    """Returns an error as a response; see :func:`error_body`.
+
+    Clients come back after a second if it is 503.
+    """
     headers = {"Retry-After": "1"} if status == 503 else None
     return JSONResponse(error_body(status, message, param), status, headers)
 

@@ -1,4 +1,7 @@
-"""The thread that an engine runs in: requests come by a queue, and events go to the event loop after each tick."""
+"""The thread that an engine runs in.
+
+Requests come by a queue, and events go to the event loop after each tick.
+"""
 
 from __future__ import annotations
 
@@ -117,15 +120,19 @@ class Worker:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Ends the thread after its tick or compilation, and waits for it. Running requests get no more events."""
+        """Ends the thread after its tick or compilation, and waits for it.
+
+        Running requests get no more events.
+        """
         self._is_stopped = True
         self._commands.put(lambda: None)
         await asyncio.to_thread(self._thread.join)
 
     def abandon(self) -> None:
-        """Ends the thread after its tick, and blocks until then, but not longer than five seconds of a compilation.
+        """Ends the thread after its tick, and blocks until then.
 
-        A thread that still runs a program when the interpreter ends can abort the process.
+        It blocks no longer than five seconds of a compilation. A thread that still runs a program
+        when the interpreter ends can abort the process.
         """
         self._is_stopped = True
         self._commands.put(lambda: None)
@@ -149,6 +156,7 @@ class Worker:
                 if self._is_stopped:
                     return
             self._notify(self._on_ready)
+
             while self._run_commands():
                 events = [(self._tickets[event.request_id], event) for event in self._engine.tick()]
                 for ticket, event in events:
@@ -156,12 +164,14 @@ class Worker:
                         del self._tickets[ticket.request_id]
                 self._notify(self._on_events, events, self._engine.totals)
                 self._run_watch()
-        except BaseException as error:  # whatever it is, the server must hear of it
+
+        # Whatever it is, the server must hear of it.
+        except BaseException as error:
             self._notify(self._on_failure, error)
             self._end_watch(RuntimeError(f"the engine failed: {type(error).__name__}: {error}"))
 
     def _run_commands(self) -> bool:
-        """Runs the commands that have come, at most one slow one, and waits for one if there is no work.
+        """Runs the commands that have come, at most one slow one, and waits if there is no work.
 
         Returns:
             Whether to go on.
@@ -185,6 +195,7 @@ class Worker:
                     self._engine.decoder, ticket.request.tokens, self._engine.num_logprobs or 0
                 )
             self._notify(self._on_events, [(ticket, PromptEcho(scores))], self._engine.totals)
+
         if ticket.request.max_new_tokens > 0:
             ticket.request_id = self._engine.submit(ticket.request)
             self._tickets[ticket.request_id] = ticket
@@ -199,17 +210,23 @@ class Worker:
         self._watch = watch
 
     def _run_watch(self) -> None:
-        """Runs one step of the watch. Its failure, such as too little memory, is not a failure of the engine."""
+        """Runs one step of the watch.
+
+        Its failure, such as too little memory, is not a failure of the engine.
+        """
         watch = self._watch
         if watch is None:
             return
-        if watch.has_ended:  # its client has left
+        # A watch ends early when its client has left.
+        if watch.has_ended:
             self._watch = None
             return
+
         try:
             event = next(watch.steps, None)
         except Exception as error:
             event = error
+
         if isinstance(event, dict):
             self._notify(watch.events.put_nowait, event)
         else:
@@ -222,5 +239,6 @@ class Worker:
             self._watch = None
 
     def _notify(self, method: Callable[..., None], *arguments: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing listens any more
+        # The loop may be closed; then nothing listens any more.
+        with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(method, *arguments)

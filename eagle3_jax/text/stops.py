@@ -41,11 +41,12 @@ class StoppedText:
             # A stop text may have begun in earlier pieces.
             begin = max(0, len(self.text) - self._longest + 1)
             self.text += piece
-            found = {self.text.find(stop, begin): stop for stop in self._stops}
-            found.pop(-1, None)
-            if found:
-                first = min(found)
-                self.stop = found[first]
+            starts = {self.text.find(stop, begin): stop for stop in self._stops}
+            starts.pop(-1, None)
+
+            if starts:
+                first = min(starts)
+                self.stop = starts[first]
                 self.text = self.text[:first]
                 return pieces[:number]
         return pieces

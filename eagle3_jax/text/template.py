@@ -34,7 +34,7 @@ class ChatTemplate:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ChatTemplate | None:
-        """Reads the template from the fields of a ``tokenizer_config.json``; ``None`` if it has none.
+        """Reads the template of a ``tokenizer_config.json``; ``None`` if it has none.
 
         Args:
             config: ``chat_template`` is a text, or a list of objects with ``name`` and
@@ -54,11 +54,13 @@ class ChatTemplate:
             )
         if not source:
             return None
+
         if not isinstance(source, str):
             raise ValueError(
                 f"chat_template is {shown(source)}; expected a text, or a list with a template"
                 " 'default'"
             )
+
         special_tokens = {}
         for name, value in config.items():
             text = value.get("content") if isinstance(value, Mapping) else value
@@ -81,8 +83,10 @@ class ChatTemplate:
         check_messages(messages)
         try:
             program = _compiled(self.source)
-        except Exception as error:  # not only a syntax error: constant expressions are computed
+        # Not only syntax errors: compilation computes constant expressions.
+        except Exception as error:
             raise ValueError(f"the chat template is not valid: {_reason(error)}") from None
+
         try:
             return program(
                 messages=[dict(message) for message in messages],
@@ -91,7 +95,8 @@ class ChatTemplate:
                 documents=None,
                 **self.special_tokens,
             )
-        except Exception as error:  # a template can fail in any way
+        # A template can fail in any way.
+        except Exception as error:
             raise ValueError(
                 f"the chat template does not take {shown(list(messages))}: {_reason(error)}"
             ) from None
@@ -110,6 +115,7 @@ def check_messages(messages: Any) -> None:
     form = """a list of turns such as {"role": "user", "content": "Why?"}"""
     if not isinstance(messages, list | tuple) or not messages:
         raise ValueError(f"messages are {shown(messages)}; expected {form}")
+
     for number, message in enumerate(messages, 1):
         if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
             raise ValueError(f"message {number} is {shown(message)}; expected {form}")
@@ -140,7 +146,7 @@ def _compiled(source: str) -> Callable[..., str]:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """The tag that marks the model's answers for training; here its body is text like any other."""
+        """The tag that marks the model's answers for training. Here its body is ordinary text."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -151,15 +157,17 @@ def _compiled(source: str) -> Callable[..., str]:
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
+    def strftime_now(form: str) -> str:
+        return datetime.datetime.now().strftime(form)
+
+    # Jinja's own filter escapes for HTML.
     def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(
-            value, ensure_ascii=ensure_ascii, **options
-        )  # Jinja's own filter escapes for HTML
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    environment.globals["strftime_now"] = strftime_now
     return environment.from_string(source).render

@@ -31,9 +31,10 @@ def tokenized(
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"the prompt's character {error.start + 1} is {text[error.start]!r}, which is no"
+            f"the prompt's character {error.start + 1} is {text[error.start]!r}, which is not a"
             " character of UTF-8 by itself; give text in UTF-8"
         ) from None
+
     # Encoding 10 MB takes half a minute, so longer and longer beginnings are encoded first. Text
     # after a beginning can only change the tokens of its last word, so a beginning of twice as many
     # tokens is certainly too long.
@@ -50,7 +51,10 @@ def tokenized(
 
 
 class Pieces:
-    """Turns a stream of tokens into the text that each token completes. The pieces, joined, are the decoded text."""
+    """Turns a stream of tokens into the text that each token completes.
+
+    The pieces, joined, are the decoded text.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
@@ -59,7 +63,9 @@ class Pieces:
         self._decoded = ""
 
     def decode(self, tokens: list[int], reason: FinishReason = FinishReason.RUNNING) -> list[str]:
-        """Returns one piece per token; empty while a character is unfinished, and without a tokenizer.
+        """Returns one piece per token; it is empty while a character is unfinished.
+
+        Without a tokenizer all pieces are empty.
 
         Args:
             tokens: The next tokens.
@@ -68,14 +74,17 @@ class Pieces:
         """
         if self._tokenizer is None:
             return [""] * len(tokens)
+
         shown = without_stop_token(tokens, reason)
         pieces = [self._stream.step(self._tokenizer, token) or "" for token in shown]
         pieces += [""] * (len(tokens) - len(shown))
         self._shown += shown
         self._decoded += "".join(pieces)
+
         if reason is not FinishReason.RUNNING and pieces:
             text = self._tokenizer.decode(self._shown)
-            pieces[-1] += text[len(self._decoded) :] if text.startswith(self._decoded) else ""
+            if text.startswith(self._decoded):
+                pieces[-1] += text[len(self._decoded) :]
         return pieces
 
 

@@ -230,7 +230,7 @@ def test_any_file_is_a_list_of_prompts_or_one_clear_line(tmp_path, content):
             '{"prompt": "a", "max_new_tokens": true}',
             "max_new_tokens is True; expected a whole number from 1 to",
         ),
-        ('{"prompt": "a", "max_new_tokens": NaN}', "NaN is no number of JSON"),
+        ('{"prompt": "a", "max_new_tokens": NaN}', "NaN is not a number of JSON"),
         ('{"prompt": ' + "[" * 200_000 + "]" * 200_000 + "}", "nested too deeply"),
         (
             '{"prompt": "a", "max_new_tokens": ' + "1" * 5000 + "}",

@@ -61,7 +61,7 @@ class Schedule(RuleBasedStateMachine):
     def waiting(self) -> list[int]:
         """Tickets without a slot, in the order in which they begin."""
         partial = self.engine._partial
-        first = [] if partial is None else [partial[0].request_id]
+        first = [] if partial is None else [partial.entry.request_id]
         return first + [entry.request_id for entry in self.engine._waiting]
 
     @rule(prompt=st.integers(0, len(PROMPTS) - 1), limit=st.integers(1, LONGEST))

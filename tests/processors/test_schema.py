@@ -417,7 +417,7 @@ for _ in range(30):
 WHOLE: list[tuple[Any, str]] = [
     ("{", "Expecting property name"),
     ('{"type": "null", "type": "string"}', "'type' occurs twice"),
-    ('{"const": NaN}', "NaN is no number of JSON"),
+    ('{"const": NaN}', "NaN is not a number of JSON"),
     ('{"const": 1e999}', "Out of range float values"),
     ({"const": float("inf")}, "Out of range float values"),
     ({"const": {1}}, "not JSON serializable"),

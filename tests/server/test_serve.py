@@ -605,7 +605,7 @@ def test_a_server_says_what_it_cannot_do(small: str, body: Answer, path: str, me
         ({"messages": [{"role": "judge", "content": "x"}]}, "has the role 'judge'"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "has a part that is no text",
+            "has a part that is not text",
         ),
         ({"messages": QUESTION, "echo": True}, "'echo' is not supported"),
     ],

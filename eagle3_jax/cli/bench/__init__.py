@@ -103,14 +103,13 @@ class ModelOptions:
             drafter: Any = read_drafter(source, target=target)
             head_source = without_lookup(source or "eagle3")
             name = (source or "").removesuffix(head_source) + Path(head_source).name
+            # The lengths of --ngram are separate rows.
             if source == "ngram":
-                drafters[name] = None  # the lengths of --ngram are separate rows
+                drafters[name] = None
+            elif isinstance(drafter, LoadedDrafter):
+                drafters[name] = drafter
             elif drafter is not None:
-                drafters[name] = (
-                    drafter
-                    if isinstance(drafter, LoadedDrafter)
-                    else LoadedDrafter(drafter, name=name)
-                )
+                drafters[name] = LoadedDrafter(drafter, name=name)
         return drafters
 
 
@@ -168,10 +167,11 @@ class PromptOptions:
             prompts += read_prompts(
                 Path(file), target, max_new_tokens=limit, length=self.prompt_tokens
             )
+
         categories = list(dict.fromkeys(prompt.category for prompt in prompts))
-        tasks = (
-            categories if self.tasks is None else [name.strip() for name in self.tasks.split(",")]
-        )
+        tasks = categories
+        if self.tasks is not None:
+            tasks = [name.strip() for name in self.tasks.split(",")]
         for name in tasks:
             if name not in categories:
                 known = ", ".join(categories)
@@ -222,14 +222,16 @@ def bench(
             "--shape has no tokenizer; leave --prompts out, and choose a length with"
             " --prompt-tokens"
         )
+
     check_directory(output)
     fetch_first(models.target, *(models.drafter or []))
     if not models.drafter and models.target is not None:
-        models = dataclasses.replace(
-            models, drafter=[announced(measured_drafter(models.target), models.target)]
-        )
+        drafter = announced(measured_drafter(models.target), models.target)
+        models = dataclasses.replace(models, drafter=[drafter])
+
     with spinner("loading") as now:
-        if rivals != "none" and models.shape is None:  # PyTorch needs memory of the same GPU
+        # PyTorch needs memory of the same GPU.
+        if rivals != "none" and models.shape is None:
             allocate_on_demand()
         dtype = measured_dtype(models.dtype)
         loaded = models.read(dtype)
@@ -242,9 +244,8 @@ def bench(
                 f"--batch-size {max(sizes)} needs as many prompts, and there are {len(chosen)}; see"
                 " --max-prompts"
             )
-        about = _about(models, loaded, prompts.prompts or [], chosen) | {
-            "simulated_acceptance": drafts.simulation
-        }
+        about = _about(models, loaded, prompts.prompts or [], chosen)
+        about["simulated_acceptance"] = drafts.simulation
         if rivals != "none":
             now.say("loading transformers")
             _add_transformers(field, models, "float32" if dtype == "mixed" else dtype)
@@ -257,6 +258,7 @@ def bench(
         missing=field.missing,
         interruption=_interruption(reports, sizes, repeats),
     )
+
     if output is not None:
         write_report(findings, output)
     print_page(findings.page(), as_json=as_json)
@@ -274,23 +276,21 @@ def _interruption(reports: Sequence[Report], sizes: Sequence[int], repeats: int)
     """Returns what was measured, in words, if that is less than everything."""
     if [report.repeats for report in reports] == [repeats] * len(sizes):
         return ""
-    done = ", ".join(
-        f"{report.repeats} of {repeats} at batch {report.batch_size}" for report in reports
-    )
-    return f"repeats {done}"
+    done = [f"{report.repeats} of {repeats} at batch {report.batch_size}" for report in reports]
+    return f"repeats {', '.join(done)}"
 
 
 def _add_transformers(field: Field, models: ModelOptions, dtype: str) -> None:
+    reason = None
     if models.shape is not None:
-        field.add_missing(
-            "transformers", "--shape has random weights, which no other software can load"
-        )
+        reason = "--shape has random weights, which no other software can load"
     elif find_own("--target", models.target) is not None:
-        field.add_missing(
-            "transformers", "--target is a part of yours, which no other software can load"
-        )
-    else:
+        reason = "--target is a part of yours, which no other software can load"
+
+    if reason is None:
         field.add_transformers(models.target, dtype=dtype)
+    else:
+        field.add_missing("transformers", reason)
 
 
 def _measure(
@@ -301,13 +301,17 @@ def _measure(
     repeats: int,
     now: Activity,
 ) -> list[Report]:
-    """Measures at every batch size; Ctrl-C after the first repeat returns the reports that there are."""
+    """Measures at every batch size.
+
+    Ctrl-C after the first repeat returns the reports that there are.
+    """
     passes = sum(
         size <= (contender.largest_batch or size)
         for contender in field.contenders
         for size in sizes
     )
     now = counted(now, passes * (1 + repeats))
+
     reports: list[Report] = []
     try:
         for size in sizes:
@@ -332,7 +336,8 @@ def _measure_batch(
 
     from eagle3_jax.bench.run import measure
 
-    full = prompts[: len(prompts) // batch_size * batch_size]  # every batch is full
+    # Every batch is full.
+    full = prompts[: len(prompts) // batch_size * batch_size]
     return measure(
         field.contenders,
         [prompt.tokens for prompt in full],
@@ -350,7 +355,7 @@ def _measure_batch(
 def _about(
     models: ModelOptions, loaded: Models, files: Sequence[str], prompts: Sequence[Prompt]
 ) -> dict[str, Any]:
-    """Returns the environment of a run: versions, hardware, and hashes of the models and prompts."""
+    """Returns the environment of a run, and hashes of its models and prompts."""
     from eagle3_jax.measure.environment import environment, sha256_of_prompts, source
 
     prompt_files = [name for name in files if name != "random"]

@@ -75,6 +75,7 @@ class MethodOptions:
         trees = options["tree"]
         if "none" in trees and len(trees) > 1:
             raise Misuse("--tree none leaves trees out; give it once, or trees")
+
         chains = parse_numbers(options["chains"], "--chains", or_none=True)
         drafted = [parse_tree(text) for text in trees if text != "none"]
         ngrams = parse_numbers(options["ngram"], "--ngram", or_none=True)
@@ -133,9 +134,7 @@ class Methods(NamedTuple):
     chains: list[int]  #: Lengths ``K`` for every head.
     trees: list[DynamicTree | StaticTree]  #: Trees for every head.
     ngrams: list[int]  #: Lengths ``K`` of prompt lookup.
-    simulation: (
-        str | None
-    )  #: The simulated acceptance in words; ``None`` for a rule that looks at the target.
+    simulation: str | None  #: The simulated acceptance; ``None`` for a rule that uses the target.
     #: Returns the acceptance rule for drafts of a depth, ``None`` for the exact one. It raises
     #: ``ValueError`` if drafts of this depth cannot have the simulated acceptance.
     rule: Callable[[int], Verifier | None]
@@ -158,13 +157,20 @@ class Methods(NamedTuple):
         return f" ({type(rule).__name__}{'' if rule.lossless else ', not lossless'})"
 
 
+class _Draft(NamedTuple):
+    """A draft to measure, and the options of a decoder that give it."""
+
+    name: str
+    depth: int
+    options: dict[str, Any]
+
+
 @dataclasses.dataclass
 class Field:
     """All contenders, and those that cannot take part."""
 
-    contenders: list[Contender] = dataclasses.field(
-        default_factory=list
-    )  #: In the order of the report.
+    #: In the order of the report.
+    contenders: list[Contender] = dataclasses.field(default_factory=list)
     #: Contenders that are not measured, with the reason.
     missing: list[NotMeasured] = dataclasses.field(default_factory=list)
 
@@ -184,7 +190,7 @@ class Field:
         self.missing.append(NotMeasured(name, one_line(reason)))
 
     def add_library(self, models: Models, methods: Methods) -> None:
-        """Adds plain decoding in the precision of ``--dtype`` and in float32, and every draft of every head."""
+        """Adds plain decoding, also in float32, and every draft of every head."""
         from eagle3_jax.drafters import NGram
 
         self._add(f"plain {models.dtype}", models.dtype, models.target)
@@ -209,35 +215,37 @@ class Field:
     def _add_drafts(
         self, prefix: str, drafter: LoadedDrafter, models: Models, methods: Methods
     ) -> None:
-        """Adds the chains and trees of a head; a tree that the head cannot draft is recorded as missing."""
+        """Adds the chains and trees of a head.
+
+        A tree that the head cannot draft is recorded as missing.
+        """
         from eagle3_jax.checks import Drafting
         from eagle3_jax.topology import tree_name
 
-        drafts: list[tuple[str, int, dict[str, Any]]]
         drafts = [
-            (f"chain K={length}", length, {"num_speculative_tokens": length})
+            _Draft(f"chain K={length}", length, {"num_speculative_tokens": length})
             for length in methods.chains
         ]
-        drafts += [(tree_name(tree), tree.max_depth, {"tree": tree}) for tree in methods.trees]
-        if not isinstance(drafter.drafter, Drafting):  # it has the one shape that it was built with
-            drafts = [(drafter.name, drafter.drafter.max_depth, {})]
-        for draft, depth, options in drafts:
-            name = f"{prefix}{draft}{methods.mark}"
+        drafts += [
+            _Draft(tree_name(tree), tree.max_depth, {"tree": tree}) for tree in methods.trees
+        ]
+        # Other drafters have the one shape that they were built with.
+        if not isinstance(drafter.drafter, Drafting):
+            drafts = [_Draft(drafter.name, drafter.drafter.max_depth, {})]
+
+        for draft in drafts:
+            name = f"{prefix}{draft.name}{methods.mark}"
             try:
+                rule = methods.rule(draft.depth)
                 self._add(
-                    name,
-                    models.dtype,
-                    models.target,
-                    drafter,
-                    **options,
-                    verifier=methods.rule(depth),
+                    name, models.dtype, models.target, drafter, **draft.options, verifier=rule
                 )
             except ValueError as error:
-                if "num_speculative_tokens" in options and methods.simulation is None:
+                # A tree is among the defaults, and not every drafter has one.
+                is_chain = "num_speculative_tokens" in draft.options
+                if is_chain and methods.simulation is None:
                     raise Misuse(f"{name}: {error}") from None
-                self.add_missing(
-                    name, str(error)
-                )  # a tree is among the defaults, and not every drafter has one
+                self.add_missing(name, str(error))
 
     def add_transformers(self, target: str | None, *, dtype: str) -> None:
         """Adds transformers, or the reason why it cannot take part.
@@ -263,13 +271,11 @@ class Field:
                 raise
             self.add_missing("transformers", str(error))
         except ModuleNotFoundError as error:
-            self.add_missing(
-                "transformers", f"{error.name} is not installed: pip install 'eagle3-jax[bench]'"
-            )
+            reason = f"{error.name} is not installed: pip install 'eagle3-jax[bench]'"
+            self.add_missing("transformers", reason)
         except (ImportError, OSError, ValueError) as error:
-            self.add_missing(
-                "transformers", f"it cannot load the target ({str(error).splitlines()[0]})"
-            )
+            reason = f"it cannot load the target ({str(error).splitlines()[0]})"
+            self.add_missing("transformers", reason)
 
     def drop_broken(self, prompt: list[int]) -> None:
         """Lets transformers write two tokens; removes it if it cannot, and records the reason."""

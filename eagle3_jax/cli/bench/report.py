@@ -71,7 +71,7 @@ roofline: least memory traffic over the highest bandwidth measured on this devic
 same: texts with the tokens of plain decoding in that row's precision (blocks may round approximately tied logits
 differently). Warm-up and compilation are excluded; compile is their time for all programs. Stop tokens are ignored.
 TTFT: time to first token. TPOT: time per token after it. chunk: time between chunks of a stream, one per round, in
-separate runs that the host drives. transformers decodes greedily, in eager PyTorch with its own cache."""
+separate runs that the host drives. transformers decodes greedily, in eager PyTorch with its own cache."""  # noqa: E501
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,12 +95,14 @@ class Findings:
             for report in self.reports
             for row in report.too_fast
         ]
+
         compiled_late = [
             f"batch {report.batch_size}: {report.programs_after_warm_up} programs were compiled"
             " while times were taken"
             for report in self.reports
             if report.programs_after_warm_up
         ]
+
         return too_fast + compiled_late
 
     def page(self) -> Page:
@@ -112,24 +114,30 @@ class Findings:
             "not_measured": [dataclasses.asdict(contender) for contender in self.missing],
             "reports": [report.to_json() for report in self.reports],
         }
+
         tables = []
         missing = list(self.missing)
         for report in self.reports:
             tables += _tables(report)
             missing += report.not_measured
         tables.append(table_of("Not measured", list(map(dataclasses.asdict, missing)), _MISSING))
+
         headlines = [headline(report, device=self.device) for report in self.reports]
         return Page(values, [*headlines, *(table for table in tables if table.rows), "\n" + NOTES])
 
 
 def check_directory(path: Path | None) -> None:
-    """Refuses an output directory that holds something or could not be written, before any work is done."""
+    """Refuses an output directory that holds something or could not be written, before any work.
+
+    The directory need not exist.
+    """
     if path is None:
         return
     if path.is_dir() and any(path.iterdir()):
         raise Misuse(
             f"--output {path} is not empty; give a new directory, so that nothing is overwritten"
         )
+
     parent = path.absolute()
     while not parent.exists():
         parent = parent.parent
@@ -145,10 +153,8 @@ def write_report(findings: Findings, directory: Path) -> None:
     failures = [f"**FAILED: {failure}**" for failure in findings.failures]
     directory.mkdir(parents=True, exist_ok=True)
     write_text(directory / "bench.json", json.dumps(page.values, indent=1) + "\n")
-    write_text(
-        directory / "bench.md",
-        page_as_markdown(Page(None, ["# eagle3 bench", *failures, *page.text])),
-    )
+    written = Page(None, ["# eagle3 bench", *failures, *page.text])
+    write_text(directory / "bench.md", page_as_markdown(written))
 
 
 def headline(report: Report, *, device: str) -> str:
@@ -170,6 +176,7 @@ def _tables(report: Report) -> list[Table]:
     """Returns speeds, latencies, parts of a round, and acceptance by task."""
     at_batch = f"at batch {report.batch_size}"
     rows = report.to_json()["rows"]
+
     tasks = []
     for row in rows:
         if row["name"] != report.baseline:
@@ -177,6 +184,7 @@ def _tables(report: Report) -> list[Table]:
             total["acceptance"] = row["acceptance"]
             tasks += [{"method": row["name"], **task} for task in (total, *row["tasks"])]
     order = ["all", *(task["task"] for task in rows[0]["tasks"])]
+
     tasks.sort(key=lambda task: order.index(task["task"]))
     return [
         table_of(f"Speed {at_batch}", rows, _SPEED),

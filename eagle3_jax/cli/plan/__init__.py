@@ -1,4 +1,4 @@
-"""``eagle3 plan``: the gains, the memory and the costs of speculation, computed without hardware."""
+"""``eagle3 plan``: gains, memory and costs of speculation, computed without hardware."""
 
 from __future__ import annotations
 

@@ -25,7 +25,10 @@ _COLUMNS = {
     "tokens for 1": "tokens_per_unit",
     "for the same money": "relative",
 }
-EXAMPLE = "Example: eagle3 plan cost --price-per-hour 1.40 --tokens-per-second 1700 --tokens-per-second 6200"
+EXAMPLE = (
+    "Example: eagle3 plan cost --price-per-hour 1.40 --tokens-per-second 1700"
+    " --tokens-per-second 6200"
+)
 
 
 def cost(
@@ -34,7 +37,10 @@ def cost(
     tokens_per_second: Annotated[
         list[float] | None,
         Option(
-            help="Measured speed; repeat the option to compare several. Default: the roofline's bounds."
+            help=(
+                "Measured speed; repeat the option to compare several. Default: the roofline's"
+                " bounds."
+            )
         ),
     ] = None,
     busy: Annotated[
@@ -60,16 +66,19 @@ def cost(
         k, tau = draft.read_for(deployment)
         context = read_context(context, 1024, deployment)
         bound = round_bound(deployment, batch=batch_size, context=context, num_draft_tokens=k)
-        about = f"batch {batch_size}, context {context}; {price}\nFrom the roofline, so real costs are higher."
+        about = (
+            f"batch {batch_size}, context {context}; {price}\nFrom the roofline, so real costs are"
+            " higher."
+        )
         title = title_of(deployment, context, about)
         speeds = {"plain": bound.plain_tokens_per_second}
         if deployment.head is not None:
             speeds[f"K = {k}, τ = {tau:.2f}"] = bound.tokens_per_second(tau)
+
     paid = {"price_per_hour": price_per_hour, "busy": busy}
     rows = [{"name": name, **cost_of(speed, **paid)._asdict()} for name, speed in speeds.items()]
     values = {**paid, "from_roofline": not tokens_per_second, "costs": rows}
     first = rows[0]["per_million_tokens"]
-    table = table_of(
-        "", [{**row, "relative": first / row["per_million_tokens"]} for row in rows], _COLUMNS
-    )
+    compared = [{**row, "relative": first / row["per_million_tokens"]} for row in rows]
+    table = table_of("", compared, _COLUMNS)
     print_page(Page(values, [title, table]), as_json=as_json)

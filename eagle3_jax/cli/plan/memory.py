@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer import Option
@@ -20,7 +20,7 @@ from eagle3_jax.cli.plan.options import (
 )
 from eagle3_jax.measure.tables import Table
 from eagle3_jax.theory.memory import Deployment, MemoryPlan, memory_plan, remedy_of
-from eagle3_jax.theory.sizes import sizes_of
+from eagle3_jax.theory.sizes import Sizes, sizes_of
 
 EXAMPLE = (
     "Example: eagle3 plan memory --target Llama-3.3-70B --weights fp8 --gpu H200 --batch-size 16"
@@ -64,6 +64,7 @@ def memory(
         "utilization": utilization,
         "reserve_bytes": reserve_gb * 1e9,
     }
+
     plan = memory_plan(deployment, **load)
     remedy = None if plan.fits else remedy_of(deployment, **load)
     values = deployment_json(deployment) | {
@@ -74,16 +75,17 @@ def memory(
         "remedy": remedy,
         "cache_capacity_tokens": plan.cache_capacity_tokens,
     }
+
     size = f"{batch_size} sequences of {context} tokens, K = {k}"
+    rows = _rows(deployment, plan, batch_size * (context + k + 1))
     text: list[str | Table] = [
         title_of(deployment, context, f"{size}; GB on each GPU"),
-        Table(
-            "", ["memory", "GB", "note"], _rows(deployment, plan, batch_size * (context + k + 1))
-        ),
+        Table("", ["memory", "GB", "note"], rows),
         _verdict(deployment, plan, utilization),
     ]
     if remedy is not None:
         text.append(_remedy(deployment, remedy))
+
     print_page(Page(values, text), as_json=as_json)
     if not plan.fits:
         raise typer.Exit(1)
@@ -109,31 +111,44 @@ def _remedy(deployment: Deployment, remedy: dict[str, Any]) -> str:
     return f"What would do: {', or '.join(ways) or 'a lower --batch-size or --context'}."
 
 
+class _Part(NamedTuple):
+    """A part of the memory of an accelerator."""
+
+    name: str
+    size: float  #: In bytes.
+    note: str
+
+
 def _rows(deployment: Deployment, plan: MemoryPlan, tokens: int) -> list[list[str]]:
     """Returns the rows of the table, the total last."""
     target = sizes_of(deployment.target)
     head = None if deployment.head is None else sizes_of(deployment.head)
-    billions = lambda count: f"{count / 1e9:.3f}"
-    active = f", {billions(target.active)} of them active" if target.read.experts else ""
-    parameters = f"{billions(target.owned.total)} billion{active}"
-    parts = [("target", plan.target_weights, f"{parameters}, {deployment.weights}")]
-    caches = [("target's", plan.target_cache, target)]
+
+    active = f", {_billions(target.active)} of them active" if target.read.experts else ""
+    parameters = f"{_billions(target.owned.total)} billion{active}"
+    parts = [_Part("target", plan.target_weights, f"{parameters}, {deployment.weights}")]
     if head is not None:
-        parts.append(
-            ("head", plan.head_weights, f"{billions(head.owned.total)} billion; {head.method}")
-        )
-        caches.append(("head's", plan.head_cache, head))
-    for name, size, model in caches:
-        per_token = (
-            f"{deployment.cache_bytes_per_token(model):,.0f} bytes a token, {tokens:,} tokens"
-        )
-        parts.append((f"{name} cache", size, per_token))
+        note = f"{_billions(head.owned.total)} billion; {head.method}"
+        parts.append(_Part("head", plan.head_weights, note))
+
+    def cache_of(name: str, size: float, model: Sizes) -> _Part:
+        per_token = deployment.cache_bytes_per_token(model)
+        return _Part(name, size, f"{per_token:,.0f} bytes a token, {tokens:,} tokens")
+
+    parts.append(cache_of("target's cache", plan.target_cache, target))
+    if head is not None:
+        parts.append(cache_of("head's cache", plan.head_cache, head))
     if plan.states:
-        parts.append(("states", plan.states, "of recurrent layers, whatever the length"))
+        parts.append(_Part("states", plan.states, "of recurrent layers, whatever the length"))
     parts += [
-        ("activations", plan.activations, "estimate"),
-        ("reserve", plan.reserve, "--reserve-gb"),
+        _Part("activations", plan.activations, "estimate"),
+        _Part("reserve", plan.reserve, "--reserve-gb"),
+        _Part("total", plan.total, ""),
     ]
-    parts.append(("total", plan.total, ""))
+
     digits = 2 if plan.target_weights > 1e9 else 4
-    return [[name, f"{size / 1e9:.{digits}f}", note] for name, size, note in parts]
+    return [[part.name, f"{part.size / 1e9:.{digits}f}", part.note] for part in parts]
+
+
+def _billions(count: float) -> str:
+    return f"{count / 1e9:.3f}"

@@ -1,4 +1,4 @@
-"""Targets and drafters of ``eagle3 plan``, from their ``config.json``; nothing else is read or downloaded."""
+"""Targets and drafters of ``eagle3 plan``, from their ``config.json``, which alone is read."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Target(NamedTuple):
 
 
 class Head(NamedTuple):
-    """A drafter with its name for tables and messages; ``config`` is ``None`` for plain decoding."""
+    """A drafter with its name for tables and messages."""
 
     name: str
-    config: Eagle3Config | Sizes | None
+    config: Eagle3Config | Sizes | None  #: ``None`` for plain decoding.
 
 
 def read_target(source: str | None) -> Target:
@@ -44,6 +44,7 @@ def read_target(source: str | None) -> Target:
     name = known_name(source, KNOWN_MODELS) if source else None
     if name is not None:
         return Target(name, KNOWN_MODELS[name])
+
     from eagle3_jax.conversion.families import read_config
 
     return Target(source or "the bundled target", read_config(_fields(source, "target")))
@@ -68,10 +69,9 @@ def read_head(source: str | None, target: Target, *, bundled: bool) -> Head:
     if source is None and not bundled:
         # Which layers it reads changes no size, and a shallow target has no default for them.
         usual = usual_head(target.config, aux_layers=(0, 1, 2))
-        return Head(
-            f"usual head for {target.name}",
-            dataclasses.replace(usual, max_positions=_USUAL_POSITIONS),
-        )
+        config = dataclasses.replace(usual, max_positions=_USUAL_POSITIONS)
+        return Head(f"usual head for {target.name}", config)
+
     from eagle3_jax.conversion.heads import HEADS
 
     fields = _fields(source, "eagle3")
@@ -79,6 +79,7 @@ def read_head(source: str | None, target: Target, *, bundled: bool) -> Head:
     method = _method_of(fields)
     if method not in HEADS:
         return Head(name, _language_model(fields, target))
+
     kind = HEADS[method]
     config = kind.read_config(fields, target.config)
     if type(config) is Eagle3Config:
@@ -105,6 +106,7 @@ def _named(source: str, target: Target) -> Head:
     name, number = parts_of(source)
     if not number:
         return Head(source, Sizes(name, target.config.width, is_parallel=True))
+
     layers = target.config.layers
     if number >= len(layers):
         raise Misuse(
@@ -116,7 +118,10 @@ def _named(source: str, target: Target) -> Head:
 
 
 def _method_of(fields: Fields) -> str:
-    """Returns the method of a drafter, from its tensors if the file is present, otherwise from its configuration."""
+    """Returns the method of a drafter.
+
+    Its tensors tell it if the file is present, otherwise its configuration.
+    """
     from eagle3_jax.conversion.errors import CheckpointError
     from eagle3_jax.conversion.families import FAMILIES, WRAPPERS
     from eagle3_jax.conversion.heads import HEADS, Signs
@@ -128,10 +133,12 @@ def _method_of(fields: Fields) -> str:
     if path.suffix != ".gguf" and any(directory.glob("*.safetensors")):
         with contextlib.suppress(CheckpointError):
             return identify(directory)
+
     signs = Signs.read(fields)
     method = next((kind.name for kind in HEADS.values() if kind.recognise(signs)), None)
     if method is not None:
         return method
+
     # Official files do not name their method: EAGLE-3's have a draft vocabulary, EAGLE-1's have one
     # layer.
     if fields.get("draft_vocab_size") is not None:

@@ -90,6 +90,7 @@ class DeploymentOptions:
         """
         target = read_target(self.target)
         head = read_head(self.drafter, target, bundled=self.target is None)
+
         if self.bandwidth_gb_per_s is not None:
             accelerator = custom_accelerator(
                 gb_per_s=self.bandwidth_gb_per_s,
@@ -104,6 +105,7 @@ class DeploymentOptions:
                 "--peak-tflops and --memory-gb describe an accelerator by hand; add"
                 " --bandwidth-gb-per-s"
             )
+
         return Deployment(
             target=target.config,
             head=head.config,
@@ -140,7 +142,9 @@ class DraftOptions:
     ] = None
 
     def acceptance(self, classes: Sequence[theory.TrafficClass] = ()) -> theory.Rates:
-        """Returns the acceptance of classes of traffic, or of one of the three options, or a conditional rate of 0.7.
+        """Returns the acceptance of classes of traffic, or of one of the three options.
+
+        Without any of them it is a conditional rate of 0.7.
 
         Raises:
             ValueError: Several options were given, or no chain can have this acceptance.
@@ -150,6 +154,7 @@ class DraftOptions:
         rate = self.draft_acceptance_rate
         alpha = self.conditional_acceptance_rate
         num_rates = 3 - [tau, rate, alpha].count(None)
+
         if classes and num_rates:
             raise Misuse(
                 "--traffic has the acceptance of every class; leave the other options of"
@@ -160,6 +165,7 @@ class DraftOptions:
                 "--mean-acceptance-length, --draft-acceptance-rate and"
                 " --conditional-acceptance-rate mean the same in three ways; give one"
             )
+
         if classes:
             taus = [
                 theory.tau_from_conditional_rate(kind.conditional_acceptance_rate, k)
@@ -175,29 +181,32 @@ class DraftOptions:
     def read_for(self, deployment: Deployment) -> tuple[int, float]:
         """Returns ``K`` and ``τ`` of a deployment; 0 and 1 without a head."""
         tau = self.acceptance().mean_acceptance_length
-        return draft_length(self.num_speculative_tokens, deployment), (
-            tau if deployment.head else 1.0
-        )
+        k = draft_length(self.num_speculative_tokens, deployment)
+        return k, tau if deployment.head else 1.0
 
 
 def draft_length(num_draft_tokens: int, deployment: Deployment) -> int:
     """Returns ``K``, which the head must be able to draft; 0 without a head."""
     if deployment.head is None:
         return 0
+
     head = sizes_of(deployment.head)
-    if num_draft_tokens > head.longest:
-        by_positions = f" has {head.max_positions} positions, so K is" * (
-            head.longest + 1 == head.max_positions
-        )
-        raise Misuse(
-            f"--num-speculative-tokens {num_draft_tokens} is above the limit of the head: "
-            f"{deployment.head_name}{by_positions or ' drafts'} at most {head.longest}"
-        )
-    return num_draft_tokens
+    if num_draft_tokens <= head.longest:
+        return num_draft_tokens
+    reason = " drafts"
+    if head.longest + 1 == head.max_positions:
+        reason = f" has {head.max_positions} positions, so K is"
+    raise Misuse(
+        f"--num-speculative-tokens {num_draft_tokens} is above the limit of the head:"
+        f" {deployment.head_name}{reason} at most {head.longest}"
+    )
 
 
 def read_context(context: int | None, default: int, deployment: Deployment) -> int:
-    """Returns the context length of the option, or the default as far as the target has positions."""
+    """Returns the context length of the option.
+
+    The default is bounded by the positions of the target.
+    """
     target = deployment.target
     if context is None:
         return min(default, target.max_positions)
@@ -213,6 +222,8 @@ def deployment_json(deployment: Deployment) -> dict[str, Any]:
     """Returns the deployment as plain values."""
     target = sizes_of(deployment.target)
     head = None if deployment.head is None else sizes_of(deployment.head)
+    cache_bytes = None if head is None else deployment.cache_bytes_per_token(head)
+
     return {
         "target": deployment.target_name,
         "target_parameters": target.owned.total,
@@ -220,9 +231,7 @@ def deployment_json(deployment: Deployment) -> dict[str, Any]:
         "drafter": None if head is None else deployment.head_name,
         "drafter_method": None if head is None else head.method,
         "drafter_parameters": None if head is None else head.owned.total,
-        "drafter_cache_bytes_per_token": (
-            None if head is None else deployment.cache_bytes_per_token(head)
-        ),
+        "drafter_cache_bytes_per_token": cache_bytes,
         "accelerator": dataclasses.asdict(deployment.accelerator),
         "num_gpus": deployment.num_accelerators,
         "weights": deployment.weights,
@@ -231,7 +240,10 @@ def deployment_json(deployment: Deployment) -> dict[str, Any]:
 
 
 def title_of(deployment: Deployment, context: int, text: str, gpu: str | None = None) -> str:
-    """Returns the deployment and a text in one line, and a warning of a context beyond the positions of the head."""
+    """Returns the deployment and a text in one line.
+
+    A warning follows if the context is beyond the positions of the head.
+    """
     head = deployment.head
     head_name = deployment.head_name if head else "no head"
     gpus = f"{deployment.num_accelerators} x {gpu or deployment.accelerator.name}"

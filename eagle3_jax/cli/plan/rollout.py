@@ -23,12 +23,8 @@ EXAMPLE = (
     "--requests-per-second 5 --alpha 0.75 -K 4 --out rollout.md"
 )
 
-_OPTIONS = {
-    "deployment",
-    "traffic",
-    "num_draft_tokens",
-    "memory",
-}  # fields of a plan that describe its options
+# Fields of a plan that describe its options.
+_OPTIONS = {"deployment", "traffic", "num_draft_tokens", "memory"}
 
 
 def rollout(
@@ -57,26 +53,29 @@ def rollout(
     check_writable(out)
     if (verify_cost is None) != (draft_cost is None):
         raise Misuse("--verify-cost and --draft-cost are measured together; give both or neither")
+
     deployment = deployed.read()
     draft.read_for(deployment)
+    measured = None
+    if verify_cost is not None and draft_cost is not None:
+        measured = MeasuredCosts(verify_cost, draft_cost)
     plan = plan_rollout(
         deployment,
         Traffic(requests_per_second, prompt_tokens, output_tokens, concurrency),
         num_draft_tokens=draft.num_speculative_tokens,
         conditional_acceptance_rate=draft.acceptance().conditional_acceptance_rate,
-        measured=None
-        if verify_cost is None or draft_cost is None
-        else MeasuredCosts(verify_cost, draft_cost),
+        measured=measured,
     )
+
     if as_json:
-        values = {
-            name: value for name, value in dataclasses.asdict(plan).items() if name not in _OPTIONS
-        }
+        fields = dataclasses.asdict(plan)
+        values = {name: value for name, value in fields.items() if name not in _OPTIONS}
         text = json.dumps(finite(deployment_json(deployment) | values))
     else:
         source = deployed.target
         target = "TARGET" if source is None or known_name(source, KNOWN_MODELS) else source
         text = to_markdown(plan, target=target, head=deployed.drafter or "HEAD").rstrip("\n")
+
     if out is None:
         typer.echo(text)
         return

@@ -34,7 +34,8 @@ from eagle3_jax.theory.sizes import sizes_of
 
 EXAMPLE = "Example: eagle3 plan roofline --target Llama-3.3-70B --weights fp8 --gpu H200"
 _BATCHES = tuple(2**power for power in range(10))
-_COMPARED = (1, 8, 64)  # batch sizes of the table of all accelerators
+# Batch sizes of the table of all accelerators.
+_COMPARED = (1, 8, 64)
 _NODES = (1, 2, 4, 8, 16, 32, 60)
 _BOUNDS = {
     "batch": "batch",
@@ -51,7 +52,8 @@ _BOUNDS = {
     "S": "speedup",
     "fits": "fits",
 }
-_ON_CHIP = 256e6  # bytes of the largest last-level caches of accelerators
+# Bytes of the largest last-level caches of accelerators.
+_ON_CHIP = 256e6
 _LIMITS = (
     "No hardware is faster: the longer of bytes/bandwidth and operations/peak, communication left"
     " out."
@@ -87,6 +89,7 @@ def roofline(
         raise Misuse("--claim is about one batch; add --batch-size")
     if claim is not None and is_comparison:
         raise Misuse("--claim is about one accelerator; add --gpu or --bandwidth-gb-per-s")
+
     batches = [batch_size] if batch_size else _BATCHES
     accelerators = KNOWN_ACCELERATORS.values() if is_comparison else [deployment.accelerator]
     deployments = [
@@ -95,6 +98,7 @@ def roofline(
     results = [
         _bounds_of(placed, context=context, k=k, tau=tau, batches=batches) for placed in deployments
     ]
+
     setting = f"context {context}, K = {k}, τ = {tau:.2f}"
     gpu = "each GPU" if is_comparison else deployment.accelerator.name
     text: list[str | Table] = [title_of(deployment, context, f"{setting}\n{_LIMITS}", gpu=gpu)]
@@ -103,6 +107,7 @@ def roofline(
     else:
         text += _batches(results[0], deployment)
         text += _nodes(results[0], deployment, alpha=draft.acceptance().conditional_acceptance_rate)
+
     if claim is not None:
         verdict = check_claim(
             deployment,
@@ -112,19 +117,18 @@ def roofline(
             num_draft_tokens=k,
         )
         results[0]["claim"] = dataclasses.asdict(verdict) | {"possible": verdict.possible}
-        needed = (
-            "at no batch"
-            if verdict.batch_needed is None
-            else f"from batch {verdict.batch_needed} on"
-        )
-        drafted = (
-            f" if all {k} draft tokens were always accepted and drafting took no time" if k else ""
-        )
+        needed = "at no batch"
+        if verdict.batch_needed is not None:
+            needed = f"from batch {verdict.batch_needed} on"
+        drafted = ""
+        if k:
+            drafted = f" if all {k} draft tokens were always accepted and drafting took no time"
         text.append(
             f"\n{'possible' if verdict.possible else 'IMPOSSIBLE'}: {claim:,.0f} tokens/s is"
             f" {verdict.share_of_bound:.2g}x the upper bound at batch {batch_size},"
             f" {verdict.bound:,.0f}{drafted}. Plain decoding could reach it {needed}."
         )
+
     if deployment.streamed_bytes(deployment.target) < _ON_CHIP:
         text.append(
             "\nThis target fits into on-chip caches, which are faster than the memory assumed here:"
@@ -136,14 +140,15 @@ def roofline(
 def _bounds_of(
     deployment: Deployment, *, context: int, k: int, tau: float, batches: Sequence[int]
 ) -> dict[str, Any]:
-    """Returns the rooflines of one accelerator, its largest batch, and the batches where speculation pays off."""
+    """Returns the bounds of one accelerator, its largest batch, and where speculation pays off."""
     start = None
     end = None
-    sizes = _NODES if sizes_of(deployment.target).read.experts else ()
     if deployment.head is not None:
         start, end = paying_batches(
             deployment, context=context, num_draft_tokens=k, mean_acceptance_length=tau
         )
+    sizes = _NODES if sizes_of(deployment.target).read.experts else ()
+
     return {
         **deployment_json(deployment),
         "context": context,
@@ -194,10 +199,12 @@ def _accelerators(results: Sequence[dict[str, Any]]) -> list[str | Table]:
             "GB": f"{accelerator['memory_bytes'] / 1e9:g}",
             "fits": _batch_text(result["largest_batch"]),
         }
+
         for bound in result["bounds"]:
             if bound["batch"] in compared:
                 drafted = f" {bound['tokens_per_second']:,.0f}" if bound["num_draft_tokens"] else ""
                 row[f"batch {bound['batch']}"] = f"{bound['plain_tokens_per_second']:,.0f}{drafted}"
+
         row["pays below"] = _batch_text(result["break_even_batch"]) if result["drafter"] else ""
         rows.append(row)
     return [table_of("", rows, {name: name for name in rows[0]}), _ACCELERATOR_NOTES]
@@ -230,9 +237,10 @@ def _paying(start: int | None, end: int | None) -> str:
 
 
 def _nodes(result: dict[str, Any], deployment: Deployment, *, alpha: float) -> list[str | Table]:
-    """Returns the cost of verification by draft size for a target with experts, and the best chain."""
+    """Returns, of a target with experts, verification's cost by draft size, and the best chain."""
     if not result["nodes"]:
         return []
+
     batch = result["bounds"][0]["batch"]
     columns = {"nodes": "num_nodes", "experts read": "experts", "v": "verify_cost"}
     title = (
@@ -243,6 +251,7 @@ def _nodes(result: dict[str, Any], deployment: Deployment, *, alpha: float) -> l
         "As if tokens chose independently and evenly; neighbors choose alike, so a real forward"
         " reads fewer."
     )
+
     if deployment.head is not None:
         k = best_chain(
             deployment, batch=batch, context=result["context"], conditional_acceptance_rate=alpha

@@ -27,8 +27,8 @@ def speedup(
         Option(
             help=(
                 "v: time of a verification in plain steps; `eagle3 bench` measures it. The defaults"
-                " of v and c are "
-                "fitted to vLLM, Llama-3.1-8B on one H100, batch 1 (vllm-project/vllm 20780)."
+                " of v and c are fitted to vLLM, Llama-3.1-8B on one H100, batch 1"
+                " (vllm-project/vllm 20780)."
             )
         ),
     ] = 1.18,
@@ -64,6 +64,7 @@ def speedup(
     chain: dict[str, Any] = {"num_draft_tokens": draft.num_speculative_tokens, **costs}
     classes = _parse_traffic(traffic)
     acceptance = draft.acceptance(classes)
+
     break_even = theory.rates_for_speedup(1.0, **chain)
     result: dict[str, Any] = {
         "num_speculative_tokens": draft.num_speculative_tokens,
@@ -75,17 +76,16 @@ def speedup(
         "table": [_speedup_row(alpha, costs) for alpha in _ALPHAS],
         "simulation": None,
     }
+
     if desired is not None:
         rates = theory.rates_for_speedup(desired, **chain)
         result["wanted"] = {"speedup": desired, "rates": rates and dataclasses.asdict(rates)}
     if simulate:
-        average = theory.TrafficClass(
-            share=1.0, conditional_acceptance_rate=acceptance.conditional_acceptance_rate
-        )
+        rate = acceptance.conditional_acceptance_rate
+        average = theory.TrafficClass(share=1.0, conditional_acceptance_rate=rate)
         size = {"num_requests": simulate, "output_tokens": output_tokens, "seed": seed}
-        result["simulation"] = dataclasses.asdict(
-            theory.simulate(classes or [average], **chain, **size)
-        )
+        simulation = theory.simulate(classes or [average], **chain, **size)
+        result["simulation"] = dataclasses.asdict(simulation)
     print_page(Page(result, _text(result)), as_json=as_json)
 
 
@@ -94,13 +94,12 @@ def _parse_traffic(text: str | None) -> list[theory.TrafficClass]:
     for part in [] if text is None else text.split(","):
         share, _, rate = part.partition(":")
         try:
-            classes.append(
-                theory.TrafficClass(share=float(share), conditional_acceptance_rate=float(rate))
-            )
+            kind = theory.TrafficClass(share=float(share), conditional_acceptance_rate=float(rate))
         except ValueError:
             raise Misuse(
                 f"--traffic {text!r}: {part!r} is not SHARE:ALPHA, as in '0.7:0.7,0.3:0.4'"
             ) from None
+        classes.append(kind)
     return classes
 
 
@@ -129,24 +128,24 @@ def _text(result: dict[str, Any]) -> list[str | Table]:
     if result["wanted"] is not None:
         goal = result["wanted"]
         rates.append(["--wanted", *_cells(goal["rates"]), f"{goal['speedup']:g}"])
+
     columns = ["", "τ", "draft acceptance rate", "conditional acceptance rate", "S"]
     rows = []
     for row in result["table"]:
         pairs = zip(_CHAINS, row["mean_acceptance_length"], row["speedup"], strict=True)
         best = row["best_num_speculative_tokens"]
-        cells = [
-            f"{tau:.2f} {gain:.2f}{'*' if length == best else ' '}" for length, tau, gain in pairs
-        ]
-        rows.append([f"{row['conditional_acceptance_rate']:.1f}", *cells])
+        cells = [f"{row['conditional_acceptance_rate']:.1f}"]
+        for length, tau, gain in pairs:
+            cells.append(f"{tau:.2f} {gain:.2f}{'*' if length == best else ' '}")
+        rows.append(cells)
+
+    title = "τ and S by α (rows) and K (columns); * is the best K"
     text: list[str | Table] = [
         f"K = {k}, v = {result['verify_cost']:g}, c = {result['draft_cost']:g}\n",
         Table("", columns, rates),
-        Table(
-            "τ and S by α (rows) and K (columns); * is the best K",
-            ["α", *(f"K={k}" for k in _CHAINS)],
-            rows,
-        ),
+        Table(title, ["α", *(f"K={k}" for k in _CHAINS)], rows),
     ]
+
     simulation = result["simulation"]
     if simulation is not None:
         tail = simulation["time_per_output_token"]

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from eagle3_jax.training.own_text import Conversations, OwnTextConfig
     from eagle3_jax.training.texts import Text
 
-_TEXTS_OF_A_SHARD = 256  # minutes of work that an interruption loses
+# Minutes of work that an interruption loses.
+_TEXTS_OF_A_SHARD = 256
 
 # The option without which another one would do nothing.
 _NEEDED = {
@@ -44,9 +45,8 @@ _NEEDED = {
 _OPENING_TOKENS = 64
 
 Dropped = collections.Counter[str]
-Shard = Callable[
-    [Dropped], Iterable["Text"]
-]  # makes the texts of one file, and counts those that are left out
+# Makes the texts of one file, and counts those that are left out.
+Shard = Callable[[Dropped], Iterable["Text"]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,6 +105,7 @@ class WritingOptions:
             "--self": has_self,
             "--rewrite or --self": self.rewrite or has_self,
         }
+
         options = named(self)
         for field, needed in _NEEDED.items():
             if options[field] is not None and not present[needed]:
@@ -167,12 +168,13 @@ def data(
     if writing.rewrite and not paths:
         raise Misuse("--rewrite answers the prompts of files; give JSONL files")
     writing.check(conversations)
-    fingerprints = [
-        fingerprint_of_file(path) for path in paths
-    ]  # a file that is absent is refused before any loading
+
+    # A file that is absent is refused before any loading.
+    fingerprints = [fingerprint_of_file(path) for path in paths]
     openings = () if writing.openings is None else _lines(writing.openings)
     fetch_first(target)
     loaded = load_target(target, dtype=dtype)
+
     chosen = {
         "slots": writing.rows,
         "temperature": writing.temperature,
@@ -184,6 +186,7 @@ def data(
         openings=openings,
         **{name: value for name, value in chosen.items() if value is not None},  # type: ignore[arg-type]
     )
+
     options = {
         "TARGET": weights_of(loaded.params),
         "FILES": fingerprints,
@@ -195,9 +198,11 @@ def data(
         "--dtype": dtype,
         "--seed": seed,
     }
+
     dropped: Dropped = collections.Counter()
     shards = _shards_of_files(loaded, paths, config, writing, dropped)
     shards += _shards_of_conversations(loaded, conversations, config)
+
     begin_data(out, options, len(shards))
     missing = [number for number in range(len(shards)) if not shard_path(out, number).exists()]
     with progress_bar("writing texts", len(shards), len(shards) - len(missing)) as (progress, task):
@@ -207,6 +212,7 @@ def data(
             progress.advance(task)
             if progress.disable:
                 typer.echo(f"{number + 1} of {len(shards)}: {len(texts):,} texts")
+
     texts = joined_texts(out)
     reasons = ", ".join(f"{count:,} ({reason})" for reason, count in sorted(dropped.items()))
     typer.echo(
@@ -235,6 +241,7 @@ def _shards_of_files(
         # written.
         texts = list(read_documents(paths, target, length=config.length, dropped=dropped))
         return [lambda dropped: texts]
+
     opening = writing.opening_tokens or _OPENING_TOKENS
     prompts = read_prompts_to_answer(
         paths, target, length=config.length, dropped=dropped, opening=opening
@@ -242,6 +249,7 @@ def _shards_of_files(
     if writing.most is not None and writing.most < len(prompts):
         order = np.random.default_rng(config.seed).permutation(len(prompts))
         prompts = [prompts[index] for index in order[: writing.most]]
+
     shards = []
     for first in range(0, len(prompts), _TEXTS_OF_A_SHARD):
         part = prompts[first : first + _TEXTS_OF_A_SHARD]

@@ -1,4 +1,4 @@
-"""Files of ``eagle3 train``: the corpus, and the directory of a run, which continues after an interruption."""
+"""Files of ``eagle3 train``: the corpus, and the directory of a run, which can continue."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 
 CHECKPOINTS = "checkpoints"
 _PARTIAL = ".partial"
-_END_OF_TEXT = "<|endoftext|>"  # of a document of the corpus; the stop token of its target
-DATA_RECORD = (  # the options of `eagle3 train data`, and how many shards there are when all are
-    "data.json"
-)
-_RUN = "run.json"  # next to the checkpoints: the options of the run, and its draft vocabulary
+# It ends a document of the corpus, and is the stop token of its target.
+_END_OF_TEXT = "<|endoftext|>"
+# The options of `eagle3 train data`, and how many shards there are when all are.
+DATA_RECORD = "data.json"
+# The options of a run, and its draft vocabulary. It is next to the checkpoints.
+_RUN = "run.json"
 
 
 def read_corpus(directory: Path) -> tuple[Any, Tokenizer]:
@@ -48,8 +49,10 @@ def read_corpus(directory: Path) -> tuple[Any, Tokenizer]:
         tokens = np.load(path, mmap_mode="r")
         is_list = tokens.ndim == 1 and tokens.dtype.kind in "iu"
         fits = is_list and 0 <= tokens.min() <= tokens.max() < tokenizer.get_vocab_size()
-    except (ValueError, EOFError, AttributeError):  # no array, a damaged one, or an archive
+    # The file may hold something else, be damaged, or be an archive.
+    except (ValueError, EOFError, AttributeError):
         fits = False
+
     if not fits:
         raise Misuse(
             f"{path} is damaged, or holds no token ids of its tokenizer; write the corpus again"
@@ -63,7 +66,9 @@ def shard_path(directory: Path, number: int) -> Path:
 
 
 def begin_data(out: Path, options: Mapping[str, Any], shards: int) -> None:
-    """Checks that `eagle3 train data` goes on with its first options, and records those of a new directory.
+    """Checks that `eagle3 train data` goes on with its first options.
+
+    Those of a new directory are recorded.
 
     Raises:
         Misuse: The directory holds something else, or texts of other options. The message names
@@ -78,6 +83,7 @@ def begin_data(out: Path, options: Mapping[str, Any], shards: int) -> None:
     others = [
         path for path in out.glob("*") if path != record and not path.name.endswith(".partial")
     ]
+
     if record.is_file() and any(out.glob("texts-*.npz")):
         _refuse_other_options(out, "texts", read_json(record), options)
     elif others:
@@ -112,7 +118,7 @@ def joined_texts(directory: Path) -> Texts:
 
 
 def read_texts(directory: Path) -> tuple[Texts, Texts]:
-    """Reads the texts that `eagle3 train data` wrote: those to learn from, and those that are held out.
+    """Reads the texts that `eagle3 train data` wrote: those to learn from, and held-out ones.
 
     Raises:
         Misuse: The directory holds something else or is not finished, or one of the two groups is
@@ -139,6 +145,7 @@ def _data_record(directory: Path) -> dict[str, Any]:
             f"{directory} holds no texts to learn from; write them with `eagle3 train data TARGET"
             f" {directory} FILES`"
         )
+
     contents = read_json(record)
     match contents:
         case {"options": {"--held-out": float()}, "shards": int(shards)}:
@@ -156,16 +163,20 @@ def _data_record(directory: Path) -> dict[str, Any]:
 
 
 def check_trainable(shapes: Any) -> None:
-    """Refuses a model, given by its parameter shapes, if its training state alone is larger than the memory."""
+    """Refuses a model if its training state alone is larger than the memory.
+
+    The model is described by the shapes of its parameters.
+    """
     import jax
 
     total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
-    needed = 16 * total  # weights, gradients and two moments in float32
+    # Weights, gradients and two moments in float32.
+    needed = 16 * total
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > memory:
         raise Misuse(
-            f"{total:,} parameters need {needed / 1e9:,.0f} GB to train and this machine has "
-            f"{memory / 1e9:,.0f}; lower --layers, --width or --mlp-width"
+            f"{total:,} parameters need {needed / 1e9:,.0f} GB to train and this machine has"
+            f" {memory / 1e9:,.0f}; lower --layers, --width or --mlp-width"
         )
 
 
@@ -203,7 +214,7 @@ def fingerprint_of_file(path: Path) -> str:
 
 
 def weights_of(params: Any) -> str:
-    """Returns a hash of the last row of every parameter of a model; training changes all of them."""
+    """Returns a hash of the last row of every parameter of a model; training changes all rows."""
     import jax
 
     return fingerprint([leaf[-1:] if leaf.ndim else leaf for leaf in jax.tree.leaves(params)])
@@ -232,6 +243,7 @@ def same_run(out: Path, options: Mapping[str, Any], draft_to_target: Any = None)
         ids = None if draft_to_target is None else np.asarray(draft_to_target).tolist()
         write_json(record, {"options": options, "draft_to_target": ids})
         return draft_to_target
+
     begun = read_json(record)
     _refuse_other_options(out, "checkpoints", begun, options)
     try:
@@ -244,10 +256,11 @@ def same_run(out: Path, options: Mapping[str, Any], draft_to_target: Any = None)
 def _refuse_other_options(
     out: Path, contents: str, record: Mapping[str, Any], options: Mapping[str, Any]
 ) -> None:
-    """Refuses to go on in a directory whose run was begun with other options, which its record has."""
+    """Refuses to go on with other options than the record of the first run has."""
     begun = record.get("options")
     if not isinstance(begun, dict):
         raise Misuse(f"the record of {out} is damaged; name a new directory")
+
     differing = [
         f"{name} was {_shown(begun.get(name))} and is {_shown(value)}"
         for name, value in options.items()
@@ -273,12 +286,13 @@ def write_target(out: Path, data: Path, config: DecoderConfig, params: Any, *, d
     from eagle3_jax.conversion.families import FAMILIES
 
     stop = read_corpus(data)[1].token_to_id(_END_OF_TEXT)
+    # The tokenizer is copied from the source.
     checkpoint = conversion.TargetCheckpoint(
         config=config,
         family=FAMILIES["llama"],
         params=_stored(params, dtype),
         stop_tokens=() if stop is None else (stop,),
-        source=data,  # its tokenizer goes with the target
+        source=data,
         dtype=dtype,
     )
     with _finished(out) as folder:
@@ -335,7 +349,10 @@ def _stored(params: Any, dtype: str) -> Any:
 
 @contextlib.contextmanager
 def _finished(out: Path) -> Iterator[Path]:
-    """Yields a directory whose files then move into ``out``, the configuration last: loading needs it."""
+    """Yields a directory whose files then move into ``out``.
+
+    The configuration is the last, because loading needs it.
+    """
     partial = out / _PARTIAL
     with disk_full_named(out):
         out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""``eagle3 train head``: a draft head for a target, from the texts that ``eagle3 train data`` wrote."""
+"""``eagle3 train head``: a draft head for a target, from texts of ``eagle3 train data``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ if TYPE_CHECKING:
     from eagle3_jax.training.methods import HeadOptions, Recipe
     from eagle3_jax.training.texts import Texts
 
-_MOST_DEPTH = 64  # of an unroll, every step of which is compiled
+# Depth of an unroll, every step of which is compiled.
+_MOST_DEPTH = 64
 # Parameters whose columns are draft tokens: of most methods, of Medusa, and of the Markov head of
 # DSpark.
 _OUTPUTS = frozenset({"head", "outputs", "after"})
@@ -168,13 +169,17 @@ def head(
     unroll = recipe.depths if shape.unroll is None else shape.unroll
     depths = _unrolls(unroll, steps)
     texts, held_out = read_texts(data)
+
+    # A path that holds no checkpoint is refused before the target is loaded.
     if init is not None:
-        identify(init)  # a path that holds no checkpoint is refused before the target is loaded
+        identify(init)
     fetch_first(target)
     loaded = load_target(target, dtype=dtype)
+
     model: Any = loaded.model
     size = shape.draft_vocab_size or recipe.draft_vocab_size(loaded.vocab_size)
     counts = token_counts(texts, loaded.vocab_size)
+
     options = HeadOptions(
         depth=depths[-1][1],
         num_layers=shape.layers,
@@ -185,6 +190,7 @@ def head(
     )
     config = recipe.config(model.config, options)
     drafter = recipe.drafter(config, precision=model.precision)
+
     check_trainable(drafter.param_shapes())
     if shape.freeze_output and "head" not in drafter.param_shapes():
         raise Misuse(
@@ -192,6 +198,10 @@ def head(
             " leave it out"
         )
     begun_from = None if init is None else _head_to_continue(init, shape.method, config, loaded)
+    init_hash = None
+    if begun_from is not None:
+        init_hash = fingerprint([begun_from.head, begun_from.draft_to_target])
+
     weights = weights_of(loaded.params)
     run_options = {
         "TARGET": weights,
@@ -201,25 +211,18 @@ def head(
         "--unroll": unroll,
         "--steps": steps,
         "--batch": batch,
-        "--init": (
-            None
-            if begun_from is None
-            else fingerprint([begun_from.head, begun_from.draft_to_target])
-        ),
+        "--init": init_hash,
         "--seed": seed,
         **named(optimizer),
         "--dtype": dtype,
     }
-    draft_to_target = same_run(
-        out, run_options, None if size is None else select_draft_vocabulary(counts, size)
-    )
+    chosen = None if size is None else select_draft_vocabulary(counts, size)
+    draft_to_target = same_run(out, run_options, chosen)
     if draft_to_target is not None:
         unseen = int((counts[draft_to_target] == 0).sum())
-        note = (
-            f"; {unseen:,} of its {len(draft_to_target):,} tokens occur in no text"
-            if unseen
-            else ""
-        )
+        note = ""
+        if unseen:
+            note = f"; {unseen:,} of its {len(draft_to_target):,} tokens occur in no text"
         typer.echo(
             f"the draft vocabulary covers {coverage(counts, draft_to_target):.1%} of what is"
             f" learned{note}"
@@ -229,6 +232,7 @@ def head(
     folder = data / "features" / "-".join([weights.removeprefix("sha256 "), *map(str, layers)])
     features = None if online else _features(loaded, texts, layers, folder / "texts")
     features_held_out = None if online else _features(loaded, held_out, layers, folder / "held-out")
+
     frozen: Any = {
         "target_params": loaded.params,
         "embedding": model.tables(loaded.params).embedding,
@@ -238,18 +242,19 @@ def head(
     if begun_from is not None:
         start = _continued(begun_from, start, draft_to_target)
     fixed = {"head": start.pop("head")} if shape.freeze_output else {}
+
     batch_at, _ = text_batches(texts, batch, seed, features)
-    inputs_at = lambda step: (batch_at(step), frozen, fixed)
+
+    def inputs_at(step: int) -> tuple[Any, Any, Params]:
+        return batch_at(step), frozen, fixed
+
     evaluation = Evaluation(loaded, drafter, frozen, held_out, features_held_out, depths[-1][1])
     log = Log(out / CHECKPOINTS / "log.jsonl", evaluation, fixed, evaluate_every, steps)
     state = None
-    for (
-        until,
-        depth,
-    ) in depths:  # short drafts first: they are cheap, and the deeper ones build on them
-        loss = functools.partial(
-            _loss, recipe, drafter, model, dataclasses.replace(options, depth=depth)
-        )
+    # Short drafts first: they are cheap, and the deeper ones build on them.
+    for until, depth in depths:
+        phase_options = dataclasses.replace(options, depth=depth)
+        loss = functools.partial(_loss, recipe, drafter, model, phase_options)
         trainer = Trainer(loss, schedule, out / CHECKPOINTS)
         state = train(
             trainer,
@@ -262,6 +267,7 @@ def head(
             first_phase=state is None,
         )
         trainer.save(state)
+
     assert state is not None
     params = {**state.params, **fixed}
     if isinstance(config, DecoderConfig):
@@ -280,10 +286,8 @@ def _features(
     """Returns the target's features at each token of the texts, computed if they are not stored."""
     from eagle3_jax.training.features import TEXTS_OF_A_PART, stored_features
 
-    with progress_bar("running the target over the texts", -(-len(texts) // TEXTS_OF_A_PART)) as (
-        progress,
-        task,
-    ):
+    num_parts = -(-len(texts) // TEXTS_OF_A_PART)
+    with progress_bar("running the target over the texts", num_parts) as (progress, task):
         for features in stored_features(target, texts, layers, directory):
             if features is not None:
                 return features
@@ -309,22 +313,27 @@ class Log(NamedTuple):
     last: int  #: Last step of the run, which is evaluated too.
 
     def add(self, state: TrainState, metrics: dict[str, float]) -> None:
-        """Evaluates the head if it is due, and adds a line; later lines, of an interrupted run, are dropped."""
+        """Evaluates the head if it is due, and adds a line.
+
+        Later lines, of an interrupted run, are dropped.
+        """
         step = int(state.step)
         if not self.every or (step % self.every and step != self.last):
             return
+
         params = {**state.params, **self.fixed}
         measured = self.evaluation.in_one_pass(params) or {}
         line = {"step": step, **metrics, "tau_decoded": self.evaluation.by_decoding(params)}
         line |= {f"held_out_{name}": value for name, value in measured.items()}
+
         before = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
         lines = [earlier for earlier in before if json.loads(earlier)["step"] < step]
         write_text(self.path, "".join(f"{text}\n" for text in [*lines, json.dumps(line)]))
-        read = (
-            f", read off {len(self.evaluation.texts):,} held-out texts {measured['tau']:.2f}"
-            if measured
-            else ""
-        )
+
+        read = ""
+        if measured:
+            num_texts = len(self.evaluation.texts)
+            read = f", read off {num_texts:,} held-out texts {measured['tau']:.2f}"
         typer.echo(f"step {step}: tau {line['tau_decoded']:.2f} by decoding{read}")
 
 
@@ -354,6 +363,7 @@ def _head_to_continue(init: Path, method: str, config: Any, target: LoadedTarget
             f"--init {init} is a head of the method {read.method}, and --method is {method}; give"
             " the same"
         )
+
     # The draft vocabulary may be another: only output matrices depend on it.
     before = {**dataclasses.asdict(read.config), "draft_vocab_size": None}
     after = {**dataclasses.asdict(config), "draft_vocab_size": None}

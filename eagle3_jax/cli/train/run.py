@@ -1,4 +1,4 @@
-"""A run of ``eagle3 train``: its options, its progress, and the checkpoint that an interruption leaves."""
+"""A run of ``eagle3 train``: its options, its progress, and the checkpoint that it leaves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from eagle3_jax.training.loop import OptimizerConfig, Trainer, TrainState
 
 _MOST_STEPS = 1_000_000_000
-MOST_ROWS = 65_536  # of a batch
+# Rows of a batch.
+MOST_ROWS = 65_536
 SeedOption = Annotated[int, typer.Option(help="Random seed.", min=0, max=2**32 - 1)]
 StepsOption = Annotated[int, typer.Option(help="Optimizer steps.", min=1, max=_MOST_STEPS)]
 DtypeOption = Annotated[str, typer.Option(help="Precision of the products.")]
@@ -93,7 +94,9 @@ def train(
     after_step: Callable[[TrainState, dict[str, float]], None] = lambda state, metrics: None,
     first_phase: bool = True,
 ) -> TrainState:
-    """Trains from the last checkpoint to step ``steps``; Ctrl-C and SIGTERM save the last finished step.
+    """Trains from the last checkpoint to step ``steps``.
+
+    Ctrl-C and SIGTERM save the last finished step.
 
     Args:
         trainer: The trainer, which writes the checkpoints.
@@ -112,12 +115,14 @@ def train(
     done = int(state.step)
     if done and first_phase:
         typer.echo(f"continuing from step {done}")
+
     with progress_bar("training", total, done) as (progress, task):
         try:
             for latest, metrics in trainer.run(state, batch_at, steps, save_every):
                 state = latest
                 text = _metrics(metrics)
                 progress.update(task, advance=1, description=text)
+
                 step = int(state.step)
                 if progress.disable and (step % 10 == 0 or step == steps):
                     typer.echo(f"step {step} of {total} {text}")

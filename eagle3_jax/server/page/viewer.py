@@ -1,4 +1,4 @@
-"""The page of a server: a person watches one request being decoded plainly and with drafts, in turns."""
+"""The page of a server: one request is decoded plainly and with drafts, in turns."""
 
 from __future__ import annotations
 
@@ -32,17 +32,12 @@ _SHAPES = {f"chain of {length}": Chain(length) for length in (1, 2, 3, 4, 5, 6, 
 _SHAPES |= {
     f"tree of {nodes}": DynamicTree(num_nodes=nodes, max_depth=4, top_k=4) for nodes in (8, 16, 32)
 }
+# fmt: off
 _FIELDS = {
-    "prompt",
-    "messages",
-    "max_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "seed",
-    "draft",
+    "prompt", "messages", "max_tokens", "temperature", "top_k", "top_p", "seed", "draft",
     "draft_sampling",
 }
+# fmt: on
 
 
 def page() -> str:
@@ -113,19 +108,24 @@ class Viewer:
             return respond_error(
                 503, "another page is being answered, and the page is for one viewer; try again"
             )
+
         watch = Watch(steps)
         self._latest = watch
         self._submit(watch)
         return EventStream(_stream(watch, start), on_end=watch.cancel)
 
     def _read(self, body: bytes) -> tuple[Record, Iterator[Record]]:
-        """Parses and checks a request, and returns its first event and the work that yields the others."""
+        """Parses and checks a request.
+
+        Returns its first event, and the work that yields the others.
+        """
         values = parse_body(body)
         unknown = sorted(set(values) - _FIELDS)
         if unknown:
             raise BadRequest(
                 f"{unknown[0]!r:.80} is not supported by the page; leave it out", unknown[0]
             )
+
         draft = values.get("draft", SERVED)
         if not isinstance(draft, str) or draft not in self._shapes:
             raise BadRequest(
@@ -136,16 +136,20 @@ class Viewer:
             decoder = shaped(served, self._shapes[draft], values.get("draft_sampling"))
         except ValueError as error:
             raise BadRequest(str(error), "draft_sampling") from None
+
         fields = {name: value for name, value in values.items() if not name.startswith("draft")}
         is_chat = "messages" in values
         completion = read_request(fields, self._offer, is_chat=is_chat)
         self._check(completion)
         request = completion.request
+
         facts = self._facts() | {
             "method": decoder.method,
             "rule": type(decoder.loop.verifier).__name__,
+            "request": values,
+            "temperature": request.temperature,
+            "seed": request.seed,
         }
-        facts |= {"request": values, "temperature": request.temperature, "seed": request.seed}
         plain = SpeculativeDecoder(served.target, stop_tokens=served.stop_tokens)
         steps = run_lanes({PLAIN: plain, SPECULATIVE: decoder}, request)
         return {"event": "start", **facts}, steps
@@ -161,9 +165,9 @@ def shaped(
     """
     if shape is None and draft_sampling is None:
         return served
-    drafter = dataclasses.replace(
-        served.drafter, drafter=served.loop.drafter
-    )  # with the served shape
+
+    # The drafter with the served shape, which other options replace.
+    drafter = dataclasses.replace(served.drafter, drafter=served.loop.drafter)
     return SpeculativeDecoder(
         served.target,
         drafter,
