@@ -1,4 +1,4 @@
-"""What `import eagle3_jax` offers, by use; `__init__.py` reads this file, so that each name is written once."""
+"""What `import eagle3_jax` offers, by use; `__init__.py` reads it, so each name is written once."""
 
 # ruff: noqa: I001 (in groups)
 
@@ -41,7 +41,7 @@ from eagle3_jax.verifiers.block import BlockVerification as BlockVerification
 from eagle3_jax.verifiers.typical import TypicalAcceptance as TypicalAcceptance
 from eagle3_jax.verifiers.simulated import SimulatedAcceptance as SimulatedAcceptance
 
-# Parts to replace: the protocols, the values that they exchange, what a rule samples with, the checks.
+# Parts to replace: protocols, the values that they exchange, what a rule samples with, checks.
 from eagle3_jax.types import (
     TargetModel as TargetModel,
     Drafter as Drafter,

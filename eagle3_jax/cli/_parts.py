@@ -201,7 +201,8 @@ def read_drafter(
         value: Any = part.value
         is_drafter = hasattr(value, "propose") and not isinstance(value, type)
         if is_drafter or isinstance(value, LoadedDrafter):
-            return value
+            loaded: Any = value
+            return loaded
         return part.call("--drafter", "an eagle3_jax.LoadedDrafter or a drafter", target=target)
     return load_drafter(source, target=target, layer_ids=layer_ids)
 

@@ -42,8 +42,8 @@ def read_corpus(directory: Path) -> tuple[Any, Tokenizer]:
     tokenizer = read_tokenizer(directory / "tokenizer.json")
     if tokenizer is None or not path.is_file():
         raise Misuse(
-            f"{directory} is not a corpus: it has no train.npy with token ids and no tokenizer.json;"
-            " examples/corpus.py writes both"
+            f"{directory} is not a corpus: it has no train.npy with token ids and no"
+            " tokenizer.json; examples/corpus.py writes both"
         )
     try:
         tokens = np.load(path, mmap_mode="r")
