@@ -349,6 +349,8 @@ class Experts:
         check_sizes(self, "num_experts", "per_token", "width", "groups", "kept_groups")
         check_range(self, 0, MOST, "shared_width")
         check_range(self, 1e-6, 1e6, "scaling", "limit")
+        if self.router not in ROUTERS:
+            raise ValueError(f"router is {self.router!r}; expected one of {', '.join(ROUTERS)}")
         if self.per_token > self.num_experts:
             raise ValueError(
                 f"{self.per_token} experts per token of {self.num_experts}; expected at most as"

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from scipy.special import expit
 from tiny import draw
 
@@ -166,6 +167,11 @@ def test_all_of_the_experts_may_be_chosen() -> None:
         np.take_along_axis(routing.weights, unnormalised.chosen, axis=1),
         atol=1e-6,
     )
+
+
+def test_an_unknown_router_is_refused() -> None:
+    with tiny.unchecked(), pytest.raises(ValueError, match="router is 'soft'; expected one of"):
+        dataclasses.replace(SIGMOID, router="soft")  # type: ignore[arg-type]
 
 
 def test_groups_that_are_not_kept_have_no_chance_however_low_the_others_are() -> None:
