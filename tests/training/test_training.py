@@ -1,8 +1,4 @@
-"""The training-time test, compared with the official code and with an oracle in float64.
-
-``tests/core/test_sampled_chain.py`` compares drafting with the same oracle, so training and
-drafting agree.
-"""
+"""The training-time test, compared with the official code and with an oracle in float64."""
 
 from __future__ import annotations
 

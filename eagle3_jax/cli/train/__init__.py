@@ -11,7 +11,7 @@ import typer
 
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._options import grouped
-from eagle3_jax.cli.train.data import data
+from eagle3_jax.cli.train import data, head
 from eagle3_jax.cli.train.files import (
     check_trainable,
     fingerprint,
@@ -20,7 +20,6 @@ from eagle3_jax.cli.train.files import (
     same_run,
     write_target,
 )
-from eagle3_jax.cli.train.head import head
 from eagle3_jax.cli.train.run import (
     MOST_ROWS,
     DtypeOption,
@@ -58,10 +57,10 @@ app = typer.Typer(
 
 
 app.command("data", epilog="Example: eagle3 train data smollm2 data chats.jsonl --rewrite")(
-    grouped(data)
+    grouped(data.data)
 )
 app.command("head", epilog="Example: eagle3 train head smollm2 data head --freeze-output")(
-    grouped(head)
+    grouped(head.head)
 )
 
 
