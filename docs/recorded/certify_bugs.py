@@ -1,4 +1,4 @@
-"""Injects errors of public engines into a server that is otherwise correct, and certifies it (minutes).
+"""Injects errors of public engines into an otherwise correct server, and certifies it (minutes).
 
 Prints what found each error and writes validation/results/certify-bugs.json.
 """
