@@ -144,10 +144,8 @@ def _read(app: Any, docname: str, source: list[str]) -> None:
     source[0] = rewritten(source[0], docname, warn=warn)
     if docname == "repository/notebooks/README":
         # The page that lists the notebooks has them below it in the table of contents.
-        pages = [path.with_suffix("") for path in notebooks()]
-        entries = "".join(
-            f"/{page}\n" for page in [*pages, "repository/notebooks/gpu/README", _CLAIMS]
-        )
+        entries = "".join(f"/{path.with_suffix('')}\n" for path in notebooks())
+        entries += f"/repository/notebooks/gpu/README\n/{_CLAIMS}\n"
         source[0] += f"\n```{{toctree}}\n:hidden:\n:maxdepth: 1\n\n{entries}```\n"
 
 
