@@ -1,4 +1,7 @@
-"""The site: docs/*.md, the docstrings and the executed notebooks, by Sphinx. `make docs` installs what it needs."""
+"""The site: docs/*.md, the docstrings and the executed notebooks, by Sphinx.
+
+`make docs` installs what it needs.
+"""
 
 from __future__ import annotations
 
@@ -81,8 +84,12 @@ def _signature(app, kind, name, obj, options, arguments, returned):
     """Hides the arguments of protocols, which no user calls, and shortens the names of arrays."""
     if getattr(obj, "_is_protocol", False):
         return "", None
-    short = lambda text: text and text.replace("jaxlib._jax.Array", "Array")
-    return short(arguments), short(returned)
+
+    return _with_short_names(arguments), _with_short_names(returned)
+
+
+def _with_short_names(text):
+    return text and text.replace("jaxlib._jax.Array", "Array")
 
 
 def _by_last_name(app, env, node, content):
@@ -91,6 +98,7 @@ def _by_last_name(app, env, node, content):
 
     if node.get("refdomain") != "py":
         return None
+
     ending = "." + node["reftarget"].rpartition(".")[2]
     objects = {entry.node_id: (name, entry) for name, entry in env.domains["py"].objects.items()}
     matches = [
@@ -98,6 +106,7 @@ def _by_last_name(app, env, node, content):
     ]
     if len(matches) != 1 or matches[0].objtype in ("method", "property", "attribute"):
         return None
+
     entry = matches[0]
     return make_refnode(
         app.builder, node.get("refdoc", env.docname), entry.docname, entry.node_id, content
@@ -107,7 +116,7 @@ def _by_last_name(app, env, node, content):
 # In the docstring of a property, words before a colon are not a type.
 from sphinx.ext.napoleon.docstring import GoogleDocstring  # noqa: E402
 
-GoogleDocstring._parse_attribute_docstring = lambda self: self._consume_to_end()
+GoogleDocstring._parse_attribute_docstring = GoogleDocstring._consume_to_end
 
 # The look.
 html_theme = "sphinx_book_theme"

@@ -73,10 +73,12 @@ from validation.statistics import (
 # | decoding | equal to the reference |
 # |---|---|
 # | greedy, float32 | the text of plain decoding, token for token |
-# | greedy, bfloat16 | the text of plain decoding, except at approximately tied logits; compared with plain decoding in blocks of the same shape, every bit |
+# | greedy, bfloat16 | the text of plain decoding, except at approximately tied logits |
+# | greedy, bfloat16, against plain decoding in blocks of the same shape | every bit |
 # | sampled | the distribution of texts |
 # | with other requests in a batch of the same size | every bit of a request |
-# | **not** guaranteed | the text of plain decoding with the same seed; the same bits in another batch size or block size |
+# | **not** guaranteed | the text of plain decoding with the same seed |
+# | **not** guaranteed | the same bits in another batch size or block size |
 #
 # The first cell checks the first row: eight held-out prompts, a chain of three, float32.
 

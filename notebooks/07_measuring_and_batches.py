@@ -271,7 +271,7 @@ acceptance_ribbons(
 #
 # The shipped pair knows code and documentation only. SmolLM2-135M-Instruct answers questions; its
 # head is in the package. The answers with drafts are those of plain decoding in blocks of `K + 1`
-# tokens. Three questions are no benchmark: the page [Measured numbers](../docs/numbers.md) has
+# tokens. Three questions are not a benchmark: the page [Measured numbers](../docs/numbers.md) has
 # more.
 
 # %%
@@ -601,9 +601,9 @@ assert 0.15 < tail.slower_than_plain < 0.21, "the requests of the hard class"
 # ## Requests that come and go
 #
 # So far all rows of a batch began together. An engine gives a row that ends to the next request.
-# Here a number of users send the requests, and each waits for an answer before the next request. The
-# time to first token now contains the wait for a row, and a chunk wait contains the prefill of other
-# requests. The page [Serve a model](../docs/serving.md#under-load) measures a server so, with
+# Here a number of users send the requests, and each waits for an answer before the next request.
+# The time to first token now contains the wait for a row, and a chunk wait contains the prefill of
+# other requests. The page [Serve a model](../docs/serving.md#under-load) measures a server so, with
 # `vllm bench serve`.
 
 # %%

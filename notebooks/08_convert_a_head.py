@@ -222,9 +222,9 @@ print("official (PyTorch) -> native -> sglang -> vllm -> eagle -> native: every 
 # | mistake | cause |
 # |---|---|
 # | `d2t` lost and saved as zeros | an export that drops buffers |
-# | rows of `q` and `k` in interleaved rotary pairs instead of halves | GPT-J and Meta use pairs, Hugging Face uses halves |
+# | `q` and `k` in interleaved rotary pairs | GPT-J and Meta use pairs, Hugging Face halves |
 # | features in reverse order before `fc` | a list of layers in a different order |
-# | norms of embedding and feature swapped | the name `input_layernorm` suggests the input of the layer |
+# | norms of embedding and feature swapped | `input_layernorm` sounds like the input of the layer |
 # | `o_proj` transposed | PyTorch stores `[out, in]`, JAX multiplies by `[in, out]` |
 #
 # The ports get the letters A to E in random order.

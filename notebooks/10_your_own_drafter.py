@@ -130,8 +130,8 @@ class Newest:
 # | file in `eagle3_jax/drafters` | provides | you write |
 # |---|---|---|
 # | `text.py` | `init` and `observe` that store the text, `matches` | `propose` |
-# | `base.py` | parameters of an nnx network, the target's tables, shapes of drafts | the network, `observe`, `propose` |
-# | `eagle3.py` | a cache, committed pairs, feedback of its own output, chains and trees | the network |
+# | `base.py` | parameters, the target's tables, draft shapes | a network, `observe`, `propose` |
+# | `eagle3.py` | a cache, committed pairs, feedback of its output, chains, trees | a network |
 # | `parallel.py` | a draft of any shape from the logits of one forward pass | the logits |
 #
 # ## Drafters compared

@@ -67,7 +67,7 @@ def _at_once_and_in_parts(
     states = []
     for tokens, scores in ((groups.TOKENS, attention._SCORES), (2 * FED, 1)):
         _in_parts(patch, tokens=tokens, scores=scores)
-        jax.clear_caches()  # what is set is no argument of what is compiled
+        jax.clear_caches()  # what is set is not an argument of what is compiled
         states.append(
             loops.prefill(loop, params, tiny.prompts(prompts, limit=20, width=FED), capacity=256)
         )

@@ -48,7 +48,7 @@ BATCH = 8
 TEXTS = 10  # with log-probabilities
 MICRO = 1e-6  # unit of recorded log-probabilities, in nats
 NGRAMS = NGram(max_ngram=3, min_ngram=1, earliest=True, num_speculative_tokens=4)
-# Draft tokens of each method; those of n-grams are no head's.
+# Draft tokens of each method; those of n-grams are not a head's.
 METHODS = {
     "plain": 0,
     "chain of 1": 1,

@@ -102,7 +102,7 @@ def measure_and_keep(
             **{f"bandwidth GB/s, batch {batch}": (report.bytes_per_second or 0.0) / 1e9}, **speeds
         )
     else:
-        check.number(note="the shipped pair's speed on a GPU is no claim")
+        check.number(note="the shipped pair's speed on a GPU is not a claim")
 
     assert not faults(report), "; ".join(faults(report))
     ours = {contender.name for contender in contenders if isinstance(contender, DecoderContender)}

@@ -1,4 +1,4 @@
-"""The site for language models: every page as Markdown next to its HTML, and ``llms.txt``, which lists them."""
+"""The site for language models: ``llms.txt`` lists the pages, each as Markdown next to its HTML."""
 
 from __future__ import annotations
 
@@ -26,23 +26,15 @@ def setup(app: Sphinx) -> dict[str, Any]:
 def _write(app: Sphinx, error: Exception | None) -> None:
     if error is not None or app.builder.name != "html":
         return
+
     # In a process of its own: two applications in one process share docutils' registry of
     # directives.
-    command = [
-        sys.executable,
-        "-m",
-        "sphinx",
-        "-q",
-        "-b",
-        "markdown",
-        "-d",
-        app.doctreedir,
-        app.srcdir,
-        app.outdir,
-    ]
+    sphinx = [sys.executable, "-m", "sphinx", "-q"]
+    command = [*sphinx, "-b", "markdown", "-d", app.doctreedir, app.srcdir, app.outdir]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ExtensionError(f"the pages could not be written as Markdown: {done.stderr.strip()}")
+
     lines = [
         "# eagle3-jax",
         "",
@@ -57,6 +49,7 @@ def _write(app: Sphinx, error: Exception | None) -> None:
             lines.append(
                 f"- [{app.env.titles[docname].astext()}]({docname}.md){_first_sentence(text)}"
             )
+
     (Path(app.outdir) / "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -77,6 +70,7 @@ def _sections(app: Sphinx) -> list[tuple[str, list[str]]]:
     for tree in app.env.get_doctree(app.config.root_doc).findall(addnodes.toctree):
         pages = [page for docname in tree["includefiles"] for page in below(docname)]
         sections.append((tree.get("caption") or "Pages", pages))
+
     remaining = sorted(set(app.env.all_docs) - seen)
     return [*sections, ("Optional", remaining)] if remaining else sections
 

@@ -1,4 +1,4 @@
-"""The directive ``moving-picture``: a picture with sliders from notebooks/pictures, with its values as JSON."""
+"""The directive ``moving-picture``: a picture of notebooks/pictures that readers can move."""
 
 from __future__ import annotations
 

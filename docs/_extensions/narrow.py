@@ -1,4 +1,4 @@
-"""Tables of many columns become one block for each row on a narrow screen, where every cell names its column."""
+"""On a narrow screen each row of a wide table becomes a block, in which a cell names its column."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def _label(app: Any, doctree: Any, docname: str) -> None:
 
     if app.builder.name != "html":
         return
+
     for table in doctree.findall(nodes.table):
         heads = [
             entry.astext()
@@ -27,6 +28,7 @@ def _label(app: Any, doctree: Any, docname: str) -> None:
         ]
         if len(heads) < _FEWEST:
             continue
+
         table["classes"].append("by-row")
         for row in [row for body in table.findall(nodes.tbody) for row in body.findall(nodes.row)]:
             for head, entry in list(zip(heads, row.children, strict=False))[1:]:

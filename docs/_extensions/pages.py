@@ -1,4 +1,4 @@
-"""Pages of the site that are kept outside docs/, and links that work both on GitHub and on the site.
+"""Pages that are kept outside docs/, and links that work both on GitHub and on the site.
 
 Executed notebooks and some Markdown files of the repository are copied to ``docs/notebooks`` and
 ``docs/repository``, which are not under version control. A notebook that ``make notebooks`` has not
@@ -14,6 +14,7 @@ import posixpath
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def setup(app: Any) -> dict[str, Any]:
 
 
 def notebooks() -> list[Path]:
-    """Paths of the notebooks relative to the root of the repository, in the order of their numbers."""
+    """Paths of the notebooks in the order of their numbers, relative to the root."""
     paths = [
         path
         for folder in ("", "gpu")
@@ -61,9 +62,11 @@ def notebooks() -> list[Path]:
 def _copy(app: Any) -> None:
     if app.builder.name != "html":  # another builder reads the copies of this one
         return
+
     docs = Path(app.srcdir)
     for folder in ("notebooks", "repository"):
         shutil.rmtree(docs / folder, ignore_errors=True)
+
     texts = {f"repository/{path}": (ROOT / path).read_text(encoding="utf-8") for path in PAGES}
     for path in notebooks():
         executed = ROOT / "build" / path
@@ -79,6 +82,7 @@ def _copy(app: Any) -> None:
             }
             notebook["cells"].insert(1, note)
         texts[str(path)] = json.dumps(notebook)
+
     for path, text in (texts | {f"{_CLAIMS}.md": claims()}).items():
         (docs / path).parent.mkdir(parents=True, exist_ok=True)
         (docs / path).write_text(text, encoding="utf-8")
@@ -90,6 +94,7 @@ def claims() -> str:
         "# What the notebooks assert\n\nEvery claim below is an assertion in the notebook that"
         " makes it; if one did not hold, `make notebooks` or `make gpu-notebooks` would fail.\n"
     )
+
     for path in notebooks():
         cells = json.loads((ROOT / path).read_text(encoding="utf-8"))["cells"]
         prose = "\n".join(
@@ -98,11 +103,11 @@ def claims() -> str:
         claim_list = re.search(r"^## Checked claims\n\n((?:(?:- |  ).*\n?)+)", prose, re.MULTILINE)
         if claim_list is None:
             raise ValueError(f"{path} has no list 'Checked claims'")
+
         title = prose.splitlines()[0].removeprefix("# ")
-        page += (
-            "\n##"
-            f" [{title}]({path.relative_to('notebooks').as_posix()})\n\n{claim_list[1].strip()}\n"
-        )
+        address = path.relative_to("notebooks").as_posix()
+        page += f"\n## [{title}]({address})\n\n{claim_list[1].strip()}\n"
+
     return page
 
 
@@ -127,7 +132,7 @@ def page_of(path: str) -> str | None:
 def _read(app: Any, docname: str, source: list[str]) -> None:
     from sphinx.util import logging
 
-    warn = lambda message: logging.getLogger(__name__).warning(message, location=docname)
+    warn = partial(logging.getLogger(__name__).warning, location=docname)
     if docname.startswith("notebooks/"):
         notebook = json.loads(source[0])
         for cell in notebook["cells"]:
@@ -135,23 +140,17 @@ def _read(app: Any, docname: str, source: list[str]) -> None:
                 cell["source"] = rewritten("".join(cell["source"]), docname, warn=warn)
         source[0] = json.dumps(notebook)
         return
+
     source[0] = rewritten(source[0], docname, warn=warn)
-    if (
-        docname == "repository/notebooks/README"
-    ):  # the table of contents below the page that lists the notebooks
-        pages = [path.with_suffix("") for path in notebooks()] + [
-            "repository/notebooks/gpu/README",
-            _CLAIMS,
-        ]
-        source[0] += (
-            "\n```{toctree}\n:hidden:\n:maxdepth: 1\n\n"
-            + "".join(f"/{page}\n" for page in pages)
-            + "```\n"
-        )
+    if docname == "repository/notebooks/README":
+        # The page that lists the notebooks has them below it in the table of contents.
+        entries = "".join(f"/{path.with_suffix('')}\n" for path in notebooks())
+        entries += f"/repository/notebooks/gpu/README\n/{_CLAIMS}\n"
+        source[0] += f"\n```{{toctree}}\n:hidden:\n:maxdepth: 1\n\n{entries}```\n"
 
 
 def rewritten(text: str, docname: str, *, warn: Callable[[str], None]) -> str:
-    """A page's text, read on GitHub as it is, with its links to the repository as links within the site."""
+    """The text of a page, with its links to the repository as links within the site."""
     home = (
         docname.removeprefix("repository/")
         if docname.startswith(("repository/", "notebooks/"))
@@ -161,11 +160,13 @@ def rewritten(text: str, docname: str, *, warn: Callable[[str], None]) -> str:
     def within(match: re.Match[str]) -> str:
         if match["address"] is None:
             return match[0]
+
         target, mark, anchor = match[0].partition("#")
         path = posixpath.normpath(posixpath.join(posixpath.dirname(home), target))
         if not (ROOT / path).is_file():
-            warn(f"a link to {path}, which is no file")
+            warn(f"a link to {path}, which is not a file")
             return match[0]
+
         page = page_of(path)
         here = posixpath.dirname(docname) or "."
         if page is None:

@@ -1,4 +1,4 @@
-"""The page of `eagle3 serve` with recorded runs: a file of the site, shown within the page about serving."""
+"""The page of `eagle3 serve` with recorded runs: a file that the page about serving shows."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ _EMPTY = '<script type="application/json" id="recorded">[]</script>'
 _MARKER = "<!-- recorded run -->"
 _FRAME = f"""```{{raw}} html
 <iframe src="_static/{_NAME}" title="Recorded runs of SmolLM2-135M-Instruct" loading="lazy"
-  style="width: 100%; height: 86rem; border: 1px solid var(--pst-color-border); border-radius: 8px"></iframe>
+  style="width: 100%; height: 86rem; border: 1px solid var(--pst-color-border);
+  border-radius: 8px"></iframe>
 <p><a href="_static/{_NAME}">The recorded runs on a page of their own</a></p>
 ```"""
 
 
 def setup(app: Any) -> dict[str, Any]:
-    """Show the runs where the page about serving has a comment, and write their file after the site."""
+    """Show the runs in place of a comment of the page, and write their file after the site."""
     app.connect("source-read", _read)
     app.connect("build-finished", _write)
     return {"version": "1", "parallel_read_safe": True}

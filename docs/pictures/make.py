@@ -61,7 +61,7 @@ def _chain(target: e3.LoadedTarget, head: e3.LoadedDrafter) -> dict[str, Any]:
     plain = _record(e3.SpeculativeDecoder(target))
     strip = strips.TokenStrip(_tokens(run, target), "a chain of five, greedy")
     (HERE / "strip.svg").write_text(strips.svg([("", strip)]), encoding="utf-8")
-    rounds = run.prompts[0]["rounds"]
+
     lanes = [
         (f"{name}: {len(trace.prompts[0]['rounds'])} passes through the target", trace)
         for name, trace in (("Plain decoding", plain), ("EAGLE-3", run))
@@ -71,6 +71,8 @@ def _chain(target: e3.LoadedTarget, head: e3.LoadedDrafter) -> dict[str, Any]:
         for words, trace in lanes
     ]
     (HERE / "race.svg").write_text(strips.svg(race, seconds_per_round=0.2), encoding="utf-8")
+
+    rounds = run.prompts[0]["rounds"]
     return {
         "new_tokens": len(run.result.tokens[0]),
         "rounds": len(rounds),
@@ -83,7 +85,7 @@ def _chain(target: e3.LoadedTarget, head: e3.LoadedDrafter) -> dict[str, Any]:
 
 
 def _tokens(run: Any, target: e3.LoadedTarget) -> list[strips.Token]:
-    """The prompt and the new tokens; the last round may have accepted more than the limit allows."""
+    """The prompt and the new tokens, without those that the last round accepted above the limit."""
     prompt = run.prompts[0]
     return strips.tokens_of(prompt, target.tokenizer)[: len(prompt["prompt_ids"]) + NEW_TOKENS]
 
@@ -98,6 +100,8 @@ def _distributions(target: e3.LoadedTarget, head: e3.LoadedDrafter) -> dict[str,
         decoder.prefill([PROMPT], max_new_tokens=NEW_TOKENS, sampling=warm, seed=0)
     )
     root = int(played.draft.tokens[0, 0])
+
+    # The head drafted behind the root; the target's distribution there takes one more pass.
     text = jnp.asarray([[*decoder.target.encode(PROMPT), root]])
     places = jnp.arange(text.shape[1])[None]
     output = target.model(target.params, text, places, causal_mask(text.shape[1]))
@@ -105,10 +109,13 @@ def _distributions(target: e3.LoadedTarget, head: e3.LoadedDrafter) -> dict[str,
     p = np.exp(logits - logits.max())
     p /= p.sum()
     q = np.asarray(played.draft.probs[0, 1], np.float64)
+
     labels = [target.tokenizer.decode([token]) for token in range(p.size)]
     title = "Next token: distribution of the target and of the head"
     figure = bars.distributions(p, q, labels=labels, residual=True, top=8, title=title)
     _write(figure, "distributions")
+
+    # Speculative sampling accepts with the mass that both have in common.
     common = float(np.minimum(p, q).sum())
     return {"accepted_with_probability": common, "residual_mass": float(np.maximum(p - q, 0).sum())}
 
@@ -157,6 +164,7 @@ def _speed() -> Figure:
         ecolor=INK,
         height=0.7,
     )
+
     for height, row in enumerate(rows):
         axes.text(
             row["ratio"]["high"] + 0.02,
@@ -165,6 +173,7 @@ def _speed() -> Figure:
             va="center",
             fontsize=8,
         )
+
     axes.set_yticks(
         range(len(rows)), [speeds.NAMES[row["name"]].replace("`", "") for row in rows], fontsize=8
     )
@@ -178,10 +187,12 @@ def _draft_length() -> Figure:
     rows = speeds.LENGTHS.chains()
     lengths = [row["num_draft_steps"] for row in rows]
     figure, axes = plt.subplots(figsize=(7.2, 3.4))
+
     for alpha in (0.5, 0.7, 0.9):
         curve = [tau_from_conditional_rate(alpha, k) / (1.2 + k * 0.056) for k in range(1, 9)]
         axes.plot(range(1, 9), curve, color=GREY, linewidth=1)
         axes.text(8.1, curve[-1], f"α = {alpha}", va="center", fontsize=8)
+
     medians = [row["ratio"]["median"] for row in rows]
     axes.errorbar(
         lengths, medians, yerr=_spread(rows), fmt="o", color=BLUE, label="measured, with quartiles"
@@ -193,6 +204,7 @@ def _draft_length() -> Figure:
         color=ORANGE,
         label="predicted: τ / (v + K·c)",
     )
+
     axes.axhline(1, color=INK, linewidth=0.8, linestyle="--")
     axes.set(
         xlim=(0.7, 9),

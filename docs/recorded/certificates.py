@@ -1,4 +1,4 @@
-"""Tables of certificates: of engines, of injected errors and what they take to be found, and of false alarms."""
+"""Tables of certificates: of engines, of what it takes to find errors, and of false alarms."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ ENGINES = {
 
 
 def power() -> str:
-    """Writes the smallest number of requests that finds each error in nearly all runs, and the test that does."""
+    """Writes the smallest number of requests that finds each error, and the test that finds it."""
     measured = record("certify-power")
     samples = record("certify-power-two-samples")
     lines = []
@@ -70,6 +70,7 @@ def power() -> str:
         ratio = f"{entry['tokens'] / entry['fewest_tokens']:.1f}" if requests[-1].isdigit() else ""
         tokens = [f"{entry['tokens']:,}", f"{entry['fewest_tokens']:,.0f}", ratio]
         lines.append([entry["error"], requests, *tokens, tests[0] if tests else "", texts])
+
     of_texts = samples["environment"]["git"]["commit"][:10]
     columns = [
         "injected error",
@@ -88,7 +89,10 @@ def power() -> str:
 
 
 def needed(successes: Row, runs: int) -> str:
-    """Writes the smallest number of requests that finds an error, or in how many runs the largest number does."""
+    """Writes the smallest number of requests that finds an error in 95 % of the runs.
+
+    If none does: in how many runs the largest number finds it.
+    """
     enough = [requests for requests, count in successes.items() if count >= 0.95 * runs]
     most, count = list(successes.items())[-1]
     return f"{int(enough[0]):,}" if enough else f"{count} of {runs} runs by {int(most):,}"
@@ -104,6 +108,7 @@ def alarms() -> str:
             for verdict in ("lossless", "inconclusive", "not lossless")
         ]
         lines.append([kind["kind"], str(kind["runs"]), *counts, f"{kind['smallest']:.2g}"])
+
     columns = ["correct server", "runs", "lossless", "inconclusive", "not lossless", "smallest p"]
     return (
         table(columns, lines)
@@ -126,6 +131,7 @@ def bugs() -> str:
         ]
         for entry in measured["bugs"]
     ]
+
     columns = ["error", "injected as", "verdict", "found by", "requests", "seconds"]
     return (
         table(columns, lines)
@@ -135,15 +141,25 @@ def bugs() -> str:
 
 def engines() -> str:
     """Writes the verdicts about engines, a table for each."""
+    columns = [
+        "speculation",
+        "verdict",
+        "why, or what it would have found",
+        "requests",
+        "tokens",
+        "seconds",
+    ]
     tables = []
     commits = set()
     dates = []
+
     for engine, names in ENGINES.items():
         lines = []
         for name, title in names.items():
             certificate = record(f"certificate-{name}")
             commits.add(f"`{certificate['commit'][:10]}`")
             dates.append(certificate["started"][:10])
+
             size = [
                 f"{certificate['requests']:,}",
                 f"{certificate['tokens']:,}",
@@ -152,15 +168,8 @@ def engines() -> str:
             lines.append(
                 [title, f"**{certificate['headline'].lower()}**", reason(certificate), *size]
             )
-        columns = [
-            "speculation",
-            "verdict",
-            "why, or what it would have found",
-            "requests",
-            "tokens",
-            "seconds",
-        ]
         tables.append(f"## {engine}\n\n{table(columns, lines)}")
+
     days = " to ".join(sorted({min(dates), max(dates)}))
     return (
         "\n\n".join(tables)

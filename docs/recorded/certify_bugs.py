@@ -1,4 +1,4 @@
-"""Injects errors of public engines into a server that errs in nothing else, and certifies it (minutes).
+"""Injects errors of public engines into an otherwise correct server, and certifies it (minutes).
 
 Prints what found each error and writes validation/results/certify-bugs.json.
 """
@@ -125,6 +125,8 @@ def main() -> None:
     rows = []
     for bug, (injected, run) in BUGS.items():
         certificate = run()
+        print(f"{bug}: {certificate.headline}: {certificate.reason}", flush=True)
+
         name = certificate.reason.partition(":")[0]
         rows.append(
             {
@@ -136,7 +138,7 @@ def main() -> None:
                 "seconds": certificate.seconds,
             }
         )
-        print(f"{bug}: {certificate.headline}: {certificate.reason}", flush=True)
+
     write_record(RESULTS / "certify-bugs.json", {"environment": environment(), "bugs": rows})
 
 

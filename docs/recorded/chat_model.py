@@ -11,7 +11,7 @@ PREFILLS = (32, 128)
 
 
 def rounds() -> str:
-    """Writes milliseconds of a step by rows and precision, in multiples of the fastest plain step; and of prefills."""
+    """Writes milliseconds of steps and of prefills, by precision."""
     figures = RECORD["rounds"]["figures"]
     lines = []
     for form in FORMS:
@@ -20,13 +20,9 @@ def rounds() -> str:
             f"{figures[f'{form}, prefill of {count}']['milliseconds']:.0f}" for count in PREFILLS
         ]
         lines.append([f"`{form}`", *steps, *prefills])
-    titles = [
-        "weights",
-        "1 row",
-        *(f"{count} rows" for count in ROWS[1:]),
-        "prefill of 32",
-        "of 128",
-    ]
+
+    row_counts = [f"{count} rows" for count in ROWS[1:]]
+    titles = ["weights", "1 row", *row_counts, "prefill of 32", "of 128"]
     about = RECORD["rounds"]["environment"]
     jax = about["versions"]["jax"]
     run = f"{version(about)}, {cores(about)}, jax {jax}, batch 1, context 100 of 256. Medians."

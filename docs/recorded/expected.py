@@ -1,4 +1,4 @@
-"""Tables of docs/expectations.md: the upper bound of the hardware, and programs that were compiled for an H200."""
+"""Tables of docs/expectations.md: upper bounds of the hardware, and programs for an H200."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODELS = (
 
 
 def bound() -> str:
-    """Writes plain tokens/s, v, c and the speed-up that the datasheets of an H100 and of an H200 allow."""
+    """Writes plain tokens/s, v, c and the speed-up that the datasheets of the GPUs allow."""
     rows = []
     for name, weights, gpu in MODELS:
         target = KNOWN_MODELS[name]
@@ -44,6 +44,7 @@ def bound() -> str:
             rows.append(
                 [f"{name}, {weights}", gpu, f"{batch}", speed, *costs, f"{limit.speedup(TAU):.2f}"]
             )
+
     columns = ["target", "GPU", "batch", "plain tokens/s, at most", "v", "c", f"S at τ = {TAU:.2f}"]
     return (
         table(columns, rows)

@@ -33,7 +33,7 @@ DRAFTS = {
 
 
 def rounds() -> str:
-    """Writes milliseconds of the parts of a round, in plain steps, and the speed at simulated acceptance."""
+    """Writes the times of the parts of a round, and the speed at simulated acceptance."""
     lines = []
     for name, label in DRAFTS.items():
         figure = FIGURES[name]
@@ -65,11 +65,12 @@ def chat_model() -> str:
 
 
 def in_turns(figure: Row, base: Row) -> str:
-    """Writes the ratio of the times of two cells that took turns. The first value of each is from before the turns."""
+    """Writes the ratio of the times of two cells that took turns."""
     pairs = zip(
         figure["seconds_per_round"]["values"], base["seconds_per_round"]["values"], strict=True
     )
     ratios = [seconds / base_seconds for seconds, base_seconds in pairs]
+    # The first value of each cell was measured before they took turns.
     return spread(spread_of(ratios[1:])) if ratios[1:] else f"{ratios[0]:.2f}"
 
 
@@ -87,7 +88,8 @@ def price() -> str:
         if invariant := figures.get(f"{batch}, invariant {draft}"):
             times = [milliseconds(default), milliseconds(invariant), in_turns(invariant, default)]
             lines.append([batch.removeprefix("batch "), DRAFTS[draft], *times])
-    return f"{table(['batch', 'what', 'default, ms', 'invariant, ms', 'ratio'], lines)}\n\n{RUN_ON_H200}"
+    columns = ["batch", "what", "default, ms", "invariant, ms", "ratio"]
+    return f"{table(columns, lines)}\n\n{RUN_ON_H200}"
 
 
 def weights() -> str:

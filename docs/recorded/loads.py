@@ -33,12 +33,17 @@ def times(row: Row) -> list[str]:
     ]
 
 
+def _users(row: Row) -> int:
+    """Returns the number of users at once; loads with a rate come after all of these."""
+    return int(row["load"].split()[0]) if row["load"].endswith("at once") else 100
+
+
 def loads() -> str:
     """Returns every load and method in one process."""
     rows = []
-    users = lambda row: int(row["load"].split()[0]) if row["load"].endswith("at once") else 100
-    for row in sorted(record(ENGINE)["rows"], key=users):  # then the loads with a rate
-        if row["name"] in NAMES:  # plain decoding in float32 is slower
+    for row in sorted(record(ENGINE)["rows"], key=_users):
+        # Plain decoding in float32 is slower, and not shown.
+        if row["name"] in NAMES:
             length = row["mean_acceptance_length"]
             ratio = f"{row['ratio']['median']:.2f}"
             tau = "" if length is None else f"{length:.2f}"
@@ -82,6 +87,7 @@ def refilled() -> str:
         rounds = [f"{row['rounds']:,}", f"{row['rounds_refilled']:,}"]
         speedup = row["speedup"]["median"]
         rows.append([row["method"], row["limits"], *rounds, f"{saved:.0%}", f"{speedup:.2f}"])
+
     columns = [
         "method",
         "new tokens",

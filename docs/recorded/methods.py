@@ -1,8 +1,8 @@
-"""Tables of docs/methods/index.md, from methods.toml and from methods.json, the record of ``experiments.py methods``.
+"""Tables of docs/methods/index.md, from methods.toml and methods.json.
 
-A method that is not in the record is "not measured". The time of a verification is noisy on two
-shared cores, and the same for every method: the tables use the median over the methods, and derive
-``S = τ / (v + K·c)`` from it.
+The second file is the record of ``experiments.py methods``. A method that is not in it is "not
+measured". The time of a verification is noisy on two shared cores, and the same for every method:
+the tables use the median over the methods, and derive ``S = τ / (v + K·c)`` from it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import tomllib
 from collections.abc import Callable
+from typing import NamedTuple
 
 from page_tables import HERE, Row, table, version
 
@@ -17,6 +18,14 @@ from eagle3_jax.conversion.heads import HEADS
 
 TASKS = ("code", "prose")
 LOOKUP = ("ngram", "suffix")  # they skip rounds, so that τ / (v + K·c) is not their speed-up
+
+
+class Quartiles(NamedTuple):
+    """The quartiles of a few values."""
+
+    low: float
+    median: float
+    high: float
 
 
 def facts() -> list[Row]:
@@ -62,15 +71,15 @@ def files_and_proof() -> str:
     return table(["method", "comes in as", "goes out as", "`--method`", "checked against"], rows)
 
 
-def verify_costs(measured: Row) -> dict[str, tuple[float, float, float]]:
-    """Returns quartiles and median over the methods of ``v``, a verification in plain steps, by draft."""
+def verify_costs(measured: Row) -> dict[str, Quartiles]:
+    """Returns the ``v`` of each draft: a verification in plain steps, over the methods."""
     costs = {}
     for draft in dict.fromkeys(row["draft"] for row in measured["rows"]):
         values = [row["verify_cost"] for row in measured["rows"] if row["draft"] == draft]
         low, middle, high = (
             statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
         )
-        costs[draft] = (low, middle, high)
+        costs[draft] = Quartiles(low, middle, high)
     return costs
 
 
@@ -78,16 +87,20 @@ def what_was_measured(measured: Row) -> str:
     """Writes ``v`` by draft, then τ and the derived speed-up of every method."""
     costs = verify_costs(measured)
     verify = [
-        [draft, f"{middle:.2f} ({low:.2f}–{high:.2f})"]
-        for draft, (low, middle, high) in costs.items()
+        [draft, f"{cost.median:.2f} ({cost.low:.2f}–{cost.high:.2f})"]
+        for draft, cost in costs.items()
     ]
+
     methods = [method for method in facts() if method.get("named") != "none"]
     derived = [
         method
         for method in methods
         if drafts_of(method, measured) and method["measured"] not in LOOKUP
     ]
-    plain_steps = lambda row: costs[row["draft"]][1] + row["num_draft_steps"] * row["draft_cost"]
+
+    def plain_steps(row: Row) -> float:
+        return costs[row["draft"]].median + row["num_draft_steps"] * row["draft_cost"]
+
     sections = [
         table(["draft", "v: median over the methods (quartiles)"], verify),
         "**Tokens per round τ, code / prose**",

@@ -1,4 +1,6 @@
-"""Measures two drafters as one, and what options of a request cost: ``python docs/recorded/options.py`` (ten minutes).
+"""Measures two drafters as one, and what options of a request cost.
+
+    python docs/recorded/options.py        # ten minutes
 
 Every decoder decodes the same held-out code prompts in turn, in every repeat, on the shipped pair.
 Times include the prefill and no compilation. The record is options.json; ``write_tables.py`` writes
@@ -11,6 +13,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +34,26 @@ def fallbacks(target: e3.LoadedTarget, head: e3.LoadedDrafter) -> dict[str, e3.S
     """Returns decoders by name, the baseline first."""
     ngram = e3.drafters.NGram
     options: dict[str, Any] = {"stop_tokens": ()}
-    both = lambda least: e3.Fallback.of(ngram(3, min_ngram=least), head)
+
+    def both(least: int) -> e3.SpeculativeDecoder:
+        drafter = e3.Fallback.of(ngram(3, min_ngram=least), head)
+        return e3.SpeculativeDecoder(target, drafter, **options)
+
     return {
         "plain decoding": e3.SpeculativeDecoder(target, **options),
         "n-grams, K=3": e3.SpeculativeDecoder(target, ngram(3), **options),
         "n-grams, K=5": e3.SpeculativeDecoder(target, ngram(5), **options),
         "EAGLE-3, K=3": e3.SpeculativeDecoder(target, head, num_speculative_tokens=3, **options),
-        "n-grams of at least 2, else EAGLE-3": e3.SpeculativeDecoder(target, both(2), **options),
-        "n-grams of at least 3, else EAGLE-3": e3.SpeculativeDecoder(target, both(3), **options),
+        "n-grams of at least 2, else EAGLE-3": both(2),
+        "n-grams of at least 3, else EAGLE-3": both(3),
     }
 
 
 def requests(
     target: e3.LoadedTarget, head: e3.LoadedDrafter
 ) -> dict[str, tuple[e3.SpeculativeDecoder, Row]]:
-    """Returns decoders and arguments of ``generate`` by the name of an option; the baseline first."""
-    decoder = lambda target: e3.SpeculativeDecoder(
-        target, head, num_speculative_tokens=3, stop_tokens=()
-    )
+    """Returns decoders and arguments of ``generate`` by the option's name, the baseline first."""
+    decoder = partial(e3.SpeculativeDecoder, drafter=head, num_speculative_tokens=3, stop_tokens=())
     processors = {
         "`LogitBias` of one token": e3.LogitBias({7: 1.5}),
         "`MinP`": e3.MinP(0.02),
@@ -57,6 +62,7 @@ def requests(
             np.zeros((1, target.vocab_size), np.int32)
         ),
     }
+
     named: dict[str, Any] = {
         "none": (decoder(target), {}),
         "`logprobs=5`": (decoder(target), {"logprobs": 5}),
@@ -118,7 +124,7 @@ def measure() -> Row:
 
 
 def ratios(rows: dict[str, Row]) -> Iterator[tuple[str, str]]:
-    """Yields the name of a row, and median and quartiles of the first row's seconds over its own, within a repeat."""
+    """Yields the name of a row, and how many times faster than the first row it is in a repeat."""
     base_seconds = next(iter(rows.values()))["seconds"]
     for name, row in rows.items():
         gains = [base / seconds for base, seconds in zip(base_seconds, row["seconds"], strict=True)]

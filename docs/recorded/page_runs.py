@@ -67,9 +67,13 @@ def _record(address: str, body: dict[str, Any]) -> list[dict[str, Any]]:
             parts = response.read().decode().split("\n\n")
         repeats.append([json.loads(part.removeprefix("data: ")) for part in parts if part])
     compiled = {event["lane"]: event for event in repeats[0] if event["event"] == "compiled"}
-    seconds = lambda events: sum(event["seconds"] for event in events if event["event"] == "end")
-    fastest = min(repeats, key=seconds)
+    fastest = min(repeats, key=_seconds)
     return [compiled[event["lane"]] if event["event"] == "compiled" else event for event in fastest]
+
+
+def _seconds(events: list[dict[str, Any]]) -> float:
+    """Returns the time of both lanes."""
+    return sum(event["seconds"] for event in events if event["event"] == "end")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tables of speed, of acceptance and of the headline experiment, each from one record in validation/results.
+"""Tables of speed, of acceptance and of the headline experiment, each from one record.
 
 The benchmark of the chat model is the canonical one: pages include speed-ups from here.
 """
@@ -6,6 +6,7 @@ The benchmark of the chat model is the canonical one: pages include speed-ups fr
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from page_tables import Row, cores, record, spread, table, version
 
@@ -30,8 +31,14 @@ NAMES = {
 }
 TASKS = {"mt_bench": "MT-bench", "humaneval": "HumanEval", "gsm8k": "GSM8K"}
 # Rows of the table in README.
-SHOWN = ("plain float32, int8", "n-gram K=4", "smollm2 chain K=3", "ngram+smollm2 chain K=3", "transformers generate",
-         "vLLM eagle3 K=3, compiled")  # fmt: skip
+SHOWN = (
+    "plain float32, int8",
+    "n-gram K=4",
+    "smollm2 chain K=3",
+    "ngram+smollm2 chain K=3",
+    "transformers generate",
+    "vLLM eagle3 K=3, compiled",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,18 +88,11 @@ class Benchmark:
         lines = []
         for name, row in self.rows.items():
             if name in SHOWN:
-                lines.append(
-                    [
-                        NAMES[name],
-                        tau(row),
-                        speed(row),
-                        "1" if self.is_base(row) else spread(row["ratio"]),
-                    ]
-                )
-        return (
-            table(["method", "tokens per round (τ)", "tokens/s", "speed-up"], lines)
-            + f"\n\n{self.origin()}"
-        )
+                speed_up = "1" if self.is_base(row) else spread(row["ratio"])
+                lines.append([NAMES[name], tau(row), speed(row), speed_up])
+
+        columns = ["method", "tokens per round (τ)", "tokens/s", "speed-up"]
+        return f"{table(columns, lines)}\n\n{self.origin()}"
 
     def complete(self) -> str:
         """Writes every row."""
@@ -104,6 +104,7 @@ class Benchmark:
             lines.append(
                 [NAMES[name], tau(row), speed(row), *self.speed_up(row), *predicted, texts]
             )
+
         columns = [
             "method",
             "τ",
@@ -126,15 +127,9 @@ class Benchmark:
         lines = []
         for row in self.chains():
             length = f"{row['num_draft_steps']}"
-            lines.append(
-                [
-                    length,
-                    tau(row),
-                    *costs(row),
-                    f"{row['predicted_ratio']:.2f}",
-                    *self.speed_up(row),
-                ]
-            )
+            predicted = f"{row['predicted_ratio']:.2f}"
+            lines.append([length, tau(row), *costs(row), predicted, *self.speed_up(row)])
+
         columns = ["K", "τ", "v", "c", "predicted S", "measured S", "quartiles"]
         return f"{table(columns, lines)}\n\n{self.origin()}"
 
@@ -187,6 +182,7 @@ def acceptance() -> str:
             f"{row['mean_acceptance_length']:.2f}",
         ]
         lines.append([*labels, *shares, *[""] * (8 - len(shares))])
+
     about = shipped["about"]
     columns = ["draft", "text", "τ", "depth 1", *(str(depth) for depth in range(2, 9))]
     return (
@@ -197,18 +193,30 @@ def acceptance() -> str:
     )
 
 
+class Setting(NamedTuple):
+    """The first columns of a row of the headline experiment."""
+
+    prompts: str
+    temperature: str
+    batch: str
+    draft: str
+
+
 def headline() -> str:
-    """Writes the headline experiment on a CPU: this library over its own plain decoding, and over vLLM."""
+    """Writes the headline experiment on a CPU: speed over our plain decoding, and over vLLM."""
     experiment = record(HEADLINE)
-    ratios: dict[str, dict[tuple[str, ...], str]] = {"ours": {}, "plain": {}, "chain K=3": {}}
+    ratios: dict[str, dict[Setting, str]] = {"ours": {}, "plain": {}, "chain K=3": {}}
     for cell in experiment["cells"].values():
         for row in cell.get("rows", ()):
-            setting = (cell["prompts"], f"{cell['temperature']:g}", str(cell["batch"]), row["name"])
+            temperature = f"{cell['temperature']:g}"
+            setting = Setting(cell["prompts"], temperature, f"{cell['batch']}", row["name"])
             ratios[cell["rival"]][setting] = spread(row["ratio"])
+
     lines = []
     for setting, over_plain in ratios["ours"].items():
-        if setting[-1].startswith("chain"):
+        if setting.draft.startswith("chain"):
             lines.append([*setting, over_plain, ratios["chain K=3"].get(setting, "–")])
+
     options = experiment["options"]
     return (
         table(["prompts", "temperature", "batch", "draft", "over plain", "over vLLM"], lines)
@@ -239,6 +247,7 @@ def sampled() -> str:
         for row in cell["rows"]:
             if row["name"] != "plain":
                 lines.setdefault(row["name"], []).append(spread(row["ratio"]))
+
     options = experiment["options"]
     columns = ["draft", *(TASKS[cell["prompts"]] for cell in experiment["cells"].values())]
     return (
@@ -259,6 +268,7 @@ def llama_cpp() -> str:
         [row["name"], f"`{row['dtype']}`", tau(row), speed(row), spread(row["ratio"])]
         for row in report["rows"]
     ]
+
     return (
         table(["decoder", "weights", "τ", "tokens/s", "speed-up over our plain decoding"], lines)
         + f"\n\n{version(about)}, llama-cpp-python {comparison['llama_cpp_python']},"

@@ -1,4 +1,4 @@
-"""The table of model families in docs/checkpoints.md: which run in vLLM's comparisons, and which are compiled."""
+"""The table of model families in docs/checkpoints.md: those compared with vLLM, those compiled."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from validation import families
 from validation.aot.programs import SERVED
 
 # The shipped pair and the 8B shape are Llamas; they have levels of their own.
-IN_VLLM = {"llama": "float32 and bfloat16, EAGLE-3"} | {
-    compared.recipe.model_type: f"{compared.dtype}, {'EAGLE-3' if compared.with_heads else 'n-grams'}"
-    for compared in families.FAMILIES.values()
-}
+IN_VLLM = {"llama": "float32 and bfloat16, EAGLE-3"}
+for compared in families.FAMILIES.values():
+    drafts = "EAGLE-3" if compared.with_heads else "n-grams"
+    IN_VLLM[compared.recipe.model_type] = f"{compared.dtype}, {drafts}"
+
 COMPILED = {"llama": "Llama-3.1-8B"} | {
     name: f"{target}, {mesh}" for name, (target, mesh) in SERVED.items()
 }

@@ -1,6 +1,7 @@
 """The record of the validation in docs/validation.md, out of the JSON of one complete run.
 
-    pytest validation --complete --every-family --aot cuda:h200 --report-dir DIR    # copy DIR/report.json to RECORD
+    pytest validation --complete --every-family --aot cuda:h200 --report-dir DIR
+    cp DIR/report.json validation/results/cpu-amd-epyc-2-cores.json
     python docs/recorded/write_tables.py
 
 A test fails if the record lacks a check of today's source.
@@ -161,16 +162,20 @@ def _joined(lines: Iterable[str]) -> str:
     for line in lines:
         line = line.partition(";")[0].replace("% ", " % ").replace("  %", " %")
         sentences.setdefault(number.sub("{}", line), []).append(number.findall(line))
-    spans = lambda rows: [
-        (min(column, key=float), max(column, key=float)) for column in zip(*rows, strict=True)
-    ]
+
     joined = "; ".join(
-        template.format(*(low if low == high else f"{low} to {high}" for low, high in spans(rows)))
+        template.format(*(_range(column) for column in zip(*rows, strict=True)))
         for template, rows in sentences.items()
     )
     for words, newer in _WORDS.items():
         joined = joined.replace(words, newer)
     return joined
+
+
+def _range(numbers: tuple[str, ...]) -> str:
+    low = min(numbers, key=float)
+    high = max(numbers, key=float)
+    return low if low == high else f"{low} to {high}"
 
 
 # Checks that came after the committed record; the next complete run has them.
@@ -204,6 +209,7 @@ def missing(report: Report) -> set[tuple[str, str]]:
 def parts() -> dict[str, dict[str, str]]:
     """Returns the tables by page and mark."""
     run = Record(load(RECORD))
+
     error = "the injected error, and the tokens per round with it"
     families = [
         "family",
@@ -215,6 +221,7 @@ def parts() -> dict[str, dict[str, str]]:
         "rounds",
         "tokens per round",
     ]
+
     marked = {
         "record": run.origin(),
         "levels": table(

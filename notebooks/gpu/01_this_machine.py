@@ -14,10 +14,10 @@
 # %% [markdown]
 # # 01 · This machine
 #
-# The four notebooks of this series measure nothing themselves. They read two files and explain them:
+# The four notebooks of this series measure nothing themselves. They read and explain two files:
 #
 # - the report of the [validation](../../docs/validation.md), `pytest validation --gpu`;
-# - the record of [h200.py](../../examples/h200.py), which times rounds at the shape of Llama-3.1-8B.
+# - the record of [h200.py](../../examples/h200.py): times of rounds at the shape of Llama-3.1-8B.
 #
 # This notebook shows which files are read, and whether the machine computes what it should:
 #
@@ -42,8 +42,8 @@ here.banner("vLLM", "rounds", "price")
 
 # %% [markdown]
 # The box above is at the top of every notebook of this series. A *real* part was measured on this
-# machine. A *stand-in* is a committed record: of a validation on a CPU with the shipped pair, and of
-# rounds on one H100 and one H200.
+# machine. A *stand-in* is a committed record: of a validation on a CPU with the shipped pair, and
+# of rounds on one H100 and one H200.
 #
 # ## Measure this machine
 #
@@ -51,7 +51,7 @@ here.banner("vLLM", "rounds", "price")
 # without make, and before you open the notebooks in Jupyter:
 #
 # ```bash
-# python -m notebooks.machine             # all checks, then the rounds; give it again to continue the rounds
+# python -m notebooks.machine             # all checks, then the rounds; run it again to continue
 # python -m notebooks.machine --quick     # one case of most checks, in 14 minutes, then the rounds
 # ```
 #
@@ -113,10 +113,10 @@ Markdown(to_markdown(["fact of the report", "value"], facts))
 # %% [markdown]
 # ## Precision of float32 products
 #
-# NVIDIA's tensor cores multiply float32 as TensorFloat-32 by default, with ten bits of mantissa. The
-# error of a product is then about 1e-3. Greedy texts of two engines differ even without tied logits.
-# This library asks for all bits ([design notes](../../docs/design.md)). `h200.py` compares a product
-# with float64.
+# NVIDIA's tensor cores multiply float32 as TensorFloat-32 by default, with ten bits of mantissa.
+# The error of a product is then about 1e-3. Greedy texts of two engines differ even without tied
+# logits. This library asks for all bits ([design notes](../../docs/design.md)). `h200.py` compares
+# a product with float64.
 
 # %%
 device = here.rounds("device")

@@ -87,9 +87,9 @@ assert not any(check.numbers["ties"] for check in exact), "in float32 ties are v
 Markdown(tables_of(pairs) or "L5 did not run.")
 
 # %% [markdown]
-# Level L4 does the same without vLLM: the judge is the target itself, in one pass with float32 sums.
-# Rounding also changes the argmax of plain decoding at ties. So the limit for speculation is a
-# Poisson quantile of the rate of plain decoding, at one in a million.
+# Level L4 does the same without vLLM: the judge is the target itself, in one pass with float32
+# sums. Rounding also changes the argmax of plain decoding at ties. So the limit for speculation is
+# a Poisson quantile of the rate of plain decoding, at one in a million.
 
 # %%
 controls = here.checks("L4", "every token is the reference choice or a tie")

@@ -55,9 +55,9 @@ from eagle3_jax.theory.speedup import (
 # In each repeat, all methods decode the same prompts in turn. A ratio is between neighbors in time,
 # so a slower minute affects both. The interval has the quartiles of the repeats. The check fails if
 # a program was compiled during a measurement, or if a method reads memory faster than the device
-# can. On a GPU, the shipped pair is so small that only kernel launches would be measured, so a model
-# of a real shape with random weights replaces it: the cost of a round is real, the acceptance is an
-# assumption.
+# can. On a GPU, the shipped pair is so small that only kernel launches would be measured, so a
+# model of a real shape with random weights replaces it: the cost of a round is real, the acceptance
+# is an assumption.
 
 # %%
 speeds = here.speeds
@@ -272,8 +272,8 @@ assert tau_from_conditional_rate(rate, K) < best.tau
 #
 # ## Checked claims
 #
-# - The break-even τ and the predicted speed-up follow from the same model. A round of a chain is the
-#   sum of its parts. Verification of 6 tokens costs less than 6 plain steps.
+# - The break-even τ and the predicted speed-up follow from the same model. A round of a chain is
+#   the sum of its parts. Verification of 6 tokens costs less than 6 plain steps.
 # - No plain step is faster than a copy of its bytes.
 # - Percentiles are in order. Mixed traffic of the same mean rate has a longer tail.
 # - The two definitions of "acceptance rate" give different values of τ.

@@ -123,8 +123,8 @@ here.verdict(
 # ## Rollout plan
 #
 # `eagle3_jax.theory.rollout` plans stages from traffic, acceptance and measured costs. Each stage
-# has a duration, a metric, and a limit for going back. The plan is for Llama-3.1-8B on an H100, with
-# the costs of a round that `h200.py` measured and the τ that vLLM published for MT-Bench.
+# has a duration, a metric, and a limit for going back. The plan is for Llama-3.1-8B on an H100,
+# with the costs of a round that `h200.py` measured and the τ that vLLM published for MT-Bench.
 
 # %%
 K = 5

@@ -239,7 +239,7 @@ def layers(inner: int) -> Any:
 
 
 def plain(directory: Path, inner: int = 24) -> Path:
-    """Writes a dense target, whose layers are no multiple of a block."""
+    """Writes a dense target, whose layers are not multiples of a block."""
     return write_llama(directory, dataclasses.replace(TARGET, layers=layers(inner)))
 
 

@@ -1,7 +1,7 @@
 """Builds the wheel, installs it alone into a fresh environment, and uses it there.
 
-``python tests/helpers/wheel.py`` (``make wheel-check``) needs what pip needs, so it is no test of
-the fast suite. It takes about a minute when pip has the packages at hand; ``--extras plot,convert``
+``python tests/helpers/wheel.py`` (``make wheel-check``) needs what pip needs, so it is not a
+test of the fast suite. It takes about a minute when pip has the packages at hand; ``--extras plot,convert``
 also installs and uses PyTorch.
 """
 

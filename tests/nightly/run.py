@@ -95,7 +95,7 @@ def main(names: list[str]) -> int:
     """Runs the parts named, or every part; 0 if all passed."""
     if unknown := set(names) - set(PARTS):
         print(
-            f"error: {', '.join(sorted(unknown))} is no part; the parts are {', '.join(PARTS)}",
+            f"error: {', '.join(sorted(unknown))} is not a part; the parts are {', '.join(PARTS)}",
             file=sys.stderr,
         )
         return 2

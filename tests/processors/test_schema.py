@@ -413,7 +413,7 @@ for _ in range(5000):
 WIDE: Any = {"type": "string"}
 for _ in range(30):
     WIDE = {"type": "array", "items": WIDE}
-# Texts and objects that are no schema.
+# Texts and objects that are not a schema.
 WHOLE: list[tuple[Any, str]] = [
     ("{", "Expecting property name"),
     ('{"type": "null", "type": "string"}', "'type' occurs twice"),
