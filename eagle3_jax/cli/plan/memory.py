@@ -150,5 +150,5 @@ def _rows(deployment: Deployment, plan: MemoryPlan, tokens: int) -> list[list[st
     return [[part.name, f"{part.size / 1e9:.{digits}f}", part.note] for part in parts]
 
 
-def _billions(count: float) -> str:
+def _billions(count: int | float) -> str:
     return f"{count / 1e9:.3f}"
