@@ -99,9 +99,8 @@ def _forget_programs():
 def _few_memory_maps():
     """A compiled program holds memory maps; thousands of them reach Linux's limit (65530), which ends the process."""
     yield
-    maps = Path(
-        "/proc/self/maps"
-    )  # 0.1 seconds to read, and a test that compiles for 10 seconds adds 3,000 of them
+    # 0.1 seconds to read, and a test that compiles for 10 seconds adds 3,000 of them.
+    maps = Path("/proc/self/maps")
     if time.monotonic() - MAPS_COUNTED[0] > 10 and maps.exists():
         MAPS_COUNTED[0] = time.monotonic()
         if maps.read_bytes().count(b"\n") > 30_000:

@@ -22,9 +22,8 @@ SIZE = 2
 def block(seed: int, fed: int) -> tuple[KeyValue, ...]:
     rng = np.random.default_rng(seed)
     draw = lambda size: jnp.array(rng.normal(size=(BATCH, HEADS, fed, size)), jnp.float32)
-    return tuple(
-        KeyValue(draw(SIZE), draw(SIZE - 1)) for _ in range(LAYERS)
-    )  # values may be narrower, as in MLA
+    # Values may be narrower, as in MLA.
+    return tuple(KeyValue(draw(SIZE), draw(SIZE - 1)) for _ in range(LAYERS))
 
 
 def empty() -> Cache:

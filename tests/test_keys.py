@@ -62,9 +62,8 @@ LEDGER = {
     ),
     "verifiers.simulated.__call__": ("how many tokens simulated acceptance takes", "n, 1, 0", "1"),
 }
-Use = tuple[
-    str, tuple[int, ...], int
-]  # the function, the row and the numbers folded into its key, the uniforms
+# The function, the row and the numbers folded into its key, the uniforms.
+Use = tuple[str, tuple[int, ...], int]
 
 
 def use(who: str, row: int, length: int, sizes: dict[str, int]) -> Use:

@@ -63,9 +63,8 @@ def test_probabilities_are_those_of_transformers(tied: bool) -> None:
         if top_p < 1:
             scores = warpers.TopPLogitsWarper(top_p)(None, scores)
         theirs = torch.softmax(scores, -1).numpy()
-        if (
-            tied and top_p < 1
-        ):  # which of several equal tokens falls at the edge of top-p is their sort's choice
+        # Which of several equal tokens falls at the edge of top-p is their sort's choice.
+        if tied and top_p < 1:
             np.testing.assert_allclose(np.sort(ours[row]), np.sort(theirs), atol=2e-6)
         else:
             np.testing.assert_allclose(ours[row], theirs, atol=2e-6)

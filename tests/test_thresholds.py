@@ -165,10 +165,8 @@ def compiled(name: str) -> Callable:
         def decide_one(accept):
             probs = None if rule is verify_points else q[None]
             draft = Draft(tokens=tokens, parents=tree, valid=valid, probs=probs)
-            with (
-                swapped(draw, lambda draw, p, choose: p),
-                tiny.unchecked(),
-            ):  # the verdict holds weights for a token
+            # The verdict holds weights for a token.
+            with swapped(draw, lambda draw, p, choose: p), tiny.unchecked():
                 verdict = rule(
                     draft, p[None], accept=accept[None], choose=jnp.zeros((1, 1)), max_depth=2
                 )
@@ -203,9 +201,8 @@ def check_thresholds(name: str, num_cases: int | None = None) -> None:
         is_certain = shares >= REFUSING
         if formula is token_rule and is_certain[0]:  # its sibling is never reached
             shares[1:] = 0.0
-        if (
-            formula is block_rule and is_certain[-1]
-        ):  # the last token of a chain accepts the whole chain
+        # The last token of a chain accepts the whole chain.
+        if formula is block_rule and is_certain[-1]:
             shares[:] = 1.0
         error = reached * np.abs(count_inside(accepted, shares) / VALUES - shares)
         assert error.max() < TOLERANCE, (

@@ -79,9 +79,8 @@ def test_a_token_without_target_mass_is_never_accepted_nor_sampled(uniform: floa
 def test_a_sibling_without_mass_is_refused_where_its_elders_round_above_one(uniform: float) -> None:
     """These three float32 numbers add up to 1.0000001, so the computed remainder for the fourth is negative."""
     elders = np.array([0.5851066708564758, 0.32412686944007874, 0.09076649695634842], np.float32)
-    accept = jnp.array(
-        [[0.0, 2.0, 2.0, 2.0, uniform]], jnp.float32
-    )  # no elder is taken, however its share rounds
+    # No elder is taken, however its share rounds.
+    accept = jnp.array([[0.0, 2.0, 2.0, 2.0, uniform]], jnp.float32)
     draft = tiny.draft_of([[0, 0, 1, 2, 3]], [-1, 0, 0, 0, 0])
     probs = jnp.broadcast_to(jnp.array([*elders, 0.0], jnp.float32), (1, 5, 4))
     assert float(1.0 - jnp.sum(probs[0, 0])) < 0
@@ -113,9 +112,8 @@ def test_equal_target_and_draft_always_accept() -> None:
 
 
 def test_an_empty_residual_accepts_instead_of_dividing_by_zero() -> None:
-    p = np.array(
-        [0.0, 1.0, 0.0]
-    )  # q a little above p at the only token p has: nothing is left to correct with
+    # Q a little above p at the only token p has: nothing is left to correct with.
+    p = np.array([0.0, 1.0, 0.0])
     edge = 1.0 - 2.0**-24
     assert (
         int(

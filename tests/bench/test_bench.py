@@ -99,14 +99,12 @@ def test_ratios_are_paired_by_repeat_and_taken_against_the_fastest_plain_run():
     report = measured(
         slow, fast, ours, max_new_tokens=5, repeats=3, baselines=["plain slow", "plain fast"]
     )
-    assert (
-        calls == ["plain slow", "plain fast", "ours"] * 4
-    )  # in turn, and the first round is the warm-up
+    # In turn, and the first round is the warm-up.
+    assert calls == ["plain slow", "plain fast", "ours"] * 4
     assert report.baseline == "plain fast"
     rows = {row.name: row for row in report.rows}
-    assert rows["plain fast"].decode_tokens_per_second == Spread(
-        2.0, 1.5, 3.0
-    )  # 4 tokens in 2, 4 and 1 seconds
+    # 4 tokens in 2, 4 and 1 seconds.
+    assert rows["plain fast"].decode_tokens_per_second == Spread(2.0, 1.5, 3.0)
     assert rows["ours"].ratio == Spread(2.0, 1.5, 3.0)  # 2/1, 4/1 and 1/1
     assert rows["plain slow"].ratio.median == 0.25
     assert rows["ours"].total_tokens_per_second.median == 2.5  # 5 tokens in 1 + 1 seconds
@@ -116,20 +114,16 @@ def test_ratios_are_paired_by_repeat_and_taken_against_the_fastest_plain_run():
 
 
 def test_a_batch_counts_the_tokens_of_all_its_rows():
-    plain = timed(
-        "plain", [9.0, 9.0, 2.0, 4.0], tuple(range(5))
-    )  # two batches to warm up, then two
+    # Two batches to warm up, then two.
+    plain = timed("plain", [9.0, 9.0, 2.0, 4.0], tuple(range(5)))
     report = measured(plain, prompts=[[1], [2], [3], [4]], max_new_tokens=5, batch_size=2)
     (row,) = report.rows
     assert len(plain.calls) == 4
-    assert (
-        row.decode_tokens_per_second.median == 16 / 6
-    )  # 4 rows of 4 tokens after the first, in 2 + 4 seconds
+    # 4 rows of 4 tokens after the first, in 2 + 4 seconds.
+    assert row.decode_tokens_per_second.median == 16 / 6
     assert row.total_tokens_per_second.median == 20 / 8
-    assert (row.per_token.p50, row.per_token.p99) == (
-        0.75,
-        pytest.approx(0.995),
-    )  # 2 / 4 and 4 / 4 seconds
+    # 2 / 4 and 4 / 4 seconds.
+    assert (row.per_token.p50, row.per_token.p99) == (0.75, pytest.approx(0.995))
     assert row.first_token == Latency(1.0, 1.0, 1.0)
     assert row.repeatable
     assert report.programs_after_warm_up == 0
@@ -278,9 +272,8 @@ def test_rounds_are_counted_as_the_decoder_counts_them(plain, decoder):
     stats = decoder.generate(prompts, max_new_tokens=9).stats  # the first token is the prefill's
     pace = timed_rounds(decoder, prompts, max_new_tokens=12, tokens=8)
     assert pace.tokens == 16
-    assert (
-        pace.rounds <= stats.num_drafts <= 2 * pace.rounds
-    )  # of both rows together, and of the slower one
+    # Of both rows together, and of the slower one.
+    assert pace.rounds <= stats.num_drafts <= 2 * pace.rounds
     with pytest.raises(Exception, match="xla_no_such_option"):
         timed_rounds(
             plain.decoder, prompts, **options | {"compiler_options": {"xla_no_such_option": 1}}
@@ -365,9 +358,8 @@ def test_figures_and_their_intervals_by_hand():
     ratio = ratio_of_sums([2.0, 4.0], [1.0, 4.0])
     assert ratio == Interval(6 / 5, 1.0, 2.0)  # each extreme is a quarter of the resamples
     assert ratio_of_sums([3.0], [2.0]) == Interval(1.5)
-    times = np.array(
-        [1.0, 10.0, 100.0, 1000.0]
-    )  # prompts of very different length, all twice as fast: pairs
+    # Prompts of very different length, all twice as fast: pairs.
+    times = np.array([1.0, 10.0, 100.0, 1000.0])
     assert ratio_of_sums(2 * times, times) == Interval(2.0, 2.0, 2.0)
     mean = geometric_mean([1.0, 4.0])
     assert (mean.value, mean.low, mean.high) == (pytest.approx(2.0), 1.0, pytest.approx(4.0))

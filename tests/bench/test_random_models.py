@@ -26,9 +26,8 @@ def target() -> LoadedTarget:
 
 def test_models_of_every_named_shape_have_the_sizes_that_planning_counts() -> None:
     for config in SHAPES.values():
-        config = dataclasses.replace(
-            config, layers=config.layers[:2]
-        )  # the others are like these, and take a minute
+        # The others are like these, and take a minute.
+        config = dataclasses.replace(config, layers=config.layers[:2])
         leaves = tiny.jax.tree.leaves(DecoderTarget(config, BFLOAT16).param_shapes())
         assert sum(leaf.size for leaf in leaves) == parameters(config).total
 
@@ -73,16 +72,14 @@ def test_random_weights_in_eight_bits_are_those_of_a_quantised_model(weights: st
 
 def test_the_memory_of_a_model_is_that_of_its_weights_and_caches_and_fits_or_not() -> None:
     config = shape_named("Llama-3.1-8B")
-    weights = 2 * (
-        8.03e9 + 3 * 4096**2 + 4096 * 32_000
-    )  # and the head's layer, a few hundred million
+    # And the head's layer, a few hundred million.
+    weights = 2 * (8.03e9 + 3 * 4096**2 + 4096 * 32_000)
     assert weights < bytes_needed(config, batch=1, capacity=1024) < 1.2 * weights
     more = bytes_needed(config, batch=1, capacity=2048) - bytes_needed(
         config, batch=1, capacity=1024
     )
-    assert more == pytest.approx(
-        1.1 * 1024 * 33 * 2 * 8 * 128 * 2, rel=1e-6
-    )  # 32 layers and the head's
+    # 32 layers and the head's.
+    assert more == pytest.approx(1.1 * 1024 * 33 * 2 * 8 * 128 * 2, rel=1e-6)
     stats = {"bytes_limit": 8 * 2**30, "bytes_in_use": 3 * 2**30}
     assert why_not(5 * 2**30, stats) is None
     assert why_not(6 * 2**30, stats) == "it needs 6.0 GiB and the device has 5.0 GiB left"

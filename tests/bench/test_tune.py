@@ -208,16 +208,9 @@ def test_the_command_writes_what_generate_reads(capsys, tmp_path, prompts, monke
 
     def generated(*options: str) -> list[dict]:
         base = [
-            "generate",
-            *PAIR,
-            "--prompts",
-            prompts,
-            "--max-new-tokens",
-            "7",
-            "--ignore-eos",
-            "--json",
-            *cache,
-        ]
+            "generate", *PAIR, "--prompts", prompts, "--max-new-tokens", "7", "--ignore-eos",
+            "--json", *cache
+        ]  # fmt: skip
         assert run([*base, "--batch-size", "2", *options]) == 0
         return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 

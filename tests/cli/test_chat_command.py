@@ -64,17 +64,9 @@ def test_the_options_of_a_command_line_are_those_of_the_conversation(piped, fold
     sampling = e3.SamplingParams(temperature=1.0, top_k=40)
     texts = expected(folder, "Why?", "So?", sampling=sampling, seed=3, max_new_tokens=9)
     options = (
-        "--target",
-        folder,
-        "--drafter",
-        "none",
-        "--max-new-tokens",
-        9,
-        "--temperature",
-        1,
-        "--top-k",
-        40,
-    )
+        "--target", folder, "--drafter", "none", "--max-new-tokens", 9, "--temperature", 1,
+        "--top-k", 40
+    )  # fmt: skip
     code, out, err = piped("Why?\nSo?", *options, "--seed", 3)
     assert (code, out, err) == (0, "".join(f"{text}\n" for text in texts), "")
 

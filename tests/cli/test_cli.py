@@ -92,15 +92,9 @@ def test_json_is_one_object_per_prompt_with_the_promised_fields(cli, tmp_path):
 @pytest.mark.parametrize(("option", "reason"), [((), "stop"), (("--ignore-eos",), "length")])
 def test_it_says_why_it_stopped(cli, option, reason):
     code, out, _ = cli(
-        "generate",
-        *PAIR,
-        "--prompt-ids",
-        "[1, 17, 5, 42, 33, 9, 71, 8]",
-        "--max-new-tokens",
-        8,
-        *option,
-        "--json",
-    )
+        "generate", *PAIR, "--prompt-ids", "[1, 17, 5, 42, 33, 9, 71, 8]", "--max-new-tokens", 8,
+        *option, "--json"
+    )  # fmt: skip
     row = json.loads(out)
     assert (code, row["finish_reason"]) == (0, reason)
     # The recorded official run continues 94 36 51 2 1 ..., and 2 ends a text.
@@ -134,16 +128,9 @@ def test_drafters_and_batches_do_not_change_greedy_output(cli, tmp_path):
 
 def test_json_has_log_probabilities_and_ends_at_a_stop_text(cli):
     options = (
-        "generate",
-        "def add(a, b):",
-        "--max-new-tokens",
-        24,
-        "--json",
-        "--stop",
-        "retu",
-        "--logprobs",
-        1,
-    )
+        "generate", "def add(a, b):", "--max-new-tokens", 24, "--json", "--stop", "retu",
+        "--logprobs", 1
+    )  # fmt: skip
     code, out, _ = cli(*options)
     row = json.loads(out)
     assert code == 0 and row["finish_reason"] == "stop" and "retu" not in row["text"]
@@ -161,16 +148,9 @@ def test_a_line_of_a_file_has_sampling_a_seed_and_stop_texts_of_its_own(cli, tmp
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     options = (
-        "generate",
-        "--prompts",
-        file,
-        "--drafter",
-        "none",
-        "--max-new-tokens",
-        12,
-        "--temperature",
-        0.7,
-    )
+        "generate", "--prompts", file, "--drafter", "none", "--max-new-tokens", 12,
+        "--temperature", 0.7
+    )  # fmt: skip
     decoder = e3.SpeculativeDecoder(e3.load_target())
     expected = []
     for line in lines:
@@ -250,9 +230,8 @@ def test_the_trace_of_a_tree_equals_the_official_one(cli, tmp_path, name, head):
         json.loads(out)["token_ids"]
         == golden["output"][len(golden["prompt"]) :][: golden["max_new_tokens"]]
     )
-    assert (
-        len(prompt["rounds"]) >= len(golden["rounds"]) - 1
-    )  # the official loop overshoots its limit
+    # The official loop overshoots its limit.
+    assert len(prompt["rounds"]) >= len(golden["rounds"]) - 1
     for ours, theirs in zip(prompt["rounds"], golden["rounds"], strict=False):
         assert set(ours) == {"tokens", "parents", "positions", "path", "num_accepted", "next_token"}
         assert ours["tokens"] == theirs["draft_tokens"]
@@ -332,18 +311,9 @@ def test_a_pair_is_trained_from_sources_alone(cli, refused, tmp_path):
     assert str(target) in refused("train", "target", data, target, "--steps", 2, *shape)
 
     writing = (
-        "--rewrite",
-        "--opening-tokens",
-        4,
-        "--length",
-        24,
-        "--rows",
-        2,
-        "--held-out",
-        0.5,
-        "--dtype",
-        "float32",
-    )
+        "--rewrite", "--opening-tokens", 4, "--length", 24, "--rows", 2, "--held-out", 0.5,
+        "--dtype", "float32"
+    )  # fmt: skip
     assert cli("train", "data", target, texts, data / "train.jsonl", *writing)[0] == 0
     options = (
         "--steps", 2, "--batch", 2, "--draft-vocab-size", 64, "--unroll", "1:1,2", "--warmup-steps", 1,

@@ -61,13 +61,9 @@ def command(*arguments: str) -> str:
 
 def test_help_and_misuse_load_nothing_heavy():
     lines = (
-        "--version",
-        "generate --help",
-        "chat --help",
-        "bench --help",
-        "train head --help",
-        "plan speedup",
-    )
+        "--version", "generate --help", "chat --help", "bench --help", "train head --help",
+        "plan speedup"
+    )  # fmt: skip
     misuse = "with contextlib.redirect_stderr(io.StringIO()):\n    assert run(['generate']) == 2"
     commands = "\n".join(command(*line.split()) for line in lines)
     assert loaded_by(f"import contextlib, io\nimport eagle3_jax\n{commands}\n{misuse}") == set()
@@ -162,9 +158,8 @@ print(jax.config.jax_compilation_cache_max_size, jax.config.jax_compilation_cach
         }
         assert fresh(code, XDG_CACHE_HOME=home, **variables) == [f"{limit} {directory}"]
     (tmp_path / "file").touch()
-    assert fresh(code, XDG_CACHE_HOME=str(tmp_path / "file"))[0].endswith(
-        " None"
-    )  # it works without one
+    # It works without one.
+    assert fresh(code, XDG_CACHE_HOME=str(tmp_path / "file"))[0].endswith(" None")
 
 
 def test_the_default_directory_follows_the_standard(monkeypatch, tmp_path):

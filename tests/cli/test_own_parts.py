@@ -18,28 +18,12 @@ from eagle3_jax.files.sources import bundled
 GOLDEN = tiny.GOLDEN / "official"
 PAIR = ("--target", str(GOLDEN / "target"), "--drafter", str(GOLDEN / "eagle3"))
 ONE_PROMPT = (
-    "--prompts",
-    "random",
-    "--prompt-tokens",
-    "4",
-    "--max-prompts",
-    "1",
-    "--max-new-tokens",
-    "4",
-)
+    "--prompts", "random", "--prompt-tokens", "4", "--max-prompts", "1", "--max-new-tokens", "4"
+)  # fmt: skip
 BENCH = (
-    *ONE_PROMPT,
-    "--dtype",
-    "float32",
-    "--repeats",
-    "1",
-    "--tree",
-    "none",
-    "--ngram",
-    "none",
-    "--rivals",
-    "none",
-)
+    *ONE_PROMPT, "--dtype", "float32", "--repeats", "1", "--tree", "none", "--ngram", "none",
+    "--rivals", "none"
+)  # fmt: skip
 PROMPT = ("--prompt-ids", "[1, 17, 5, 42]", "--max-new-tokens", "4", "--ignore-eos")
 
 MODULE = '''
@@ -219,10 +203,8 @@ def test_a_rule_that_is_not_lossless_says_so_in_every_result(cli) -> None:
 )
 def test_bench_names_and_labels(cli, options: tuple[str, ...], rows: dict[str, bool]) -> None:
     code, out, err = cli("bench", *options, *BENCH, "--json")
-    assert code in (
-        0,
-        1,
-    ), err  # 1: a time below the bound of the memory, which these few tokens can have
+    # 1: a time below the bound of the memory, which these few tokens can have.
+    assert code in (0, 1), err
     assert {row["name"]: row["lossless"] for row in json.loads(out)["reports"][0]["rows"]} == rows
 
 

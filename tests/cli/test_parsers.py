@@ -402,9 +402,8 @@ def test_a_dash_is_the_standard_input_for_a_prompt_and_for_a_file_of_prompts(
     pipe(monkeypatch, "\ufeffdef f(x):\n".encode())
     target = ("--target", str(write_bytes_target(tmp_path / "bytes")), "--drafter", "none")
     assert run(["generate", "-", *target, "--max-new-tokens", "2", "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["prompt_ids"]) == len(
-        "def f(x):\n"
-    )  # to the letter
+    # To the letter.
+    assert len(json.loads(capsys.readouterr().out)["prompt_ids"]) == len("def f(x):\n")
 
     pipe(monkeypatch, b"\xff")
     assert "the standard input is not a text file in UTF-8 (byte 0)" in refused("generate", "-")

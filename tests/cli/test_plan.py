@@ -78,20 +78,11 @@ def test_memory_names_active_parameters_and_recurrent_states(cli):
     assert "79.674 billion, 3.564 of them active, fp8" in out
     assert re.search(r"states +0\.62 +of recurrent layers, whatever the length", out)
     _, out, _ = cli(
-        "plan",
-        "memory",
-        "--target",
-        "gpt-oss-120b",
-        "--gpu",
-        "H100",
-        "--weights",
-        "mxfp4",
-        "--batch-size",
-        "4",
-    )
-    assert (
-        re.search(r"target +65\.19 ", out) and "states" not in out
-    )  # the published files are 65.2 GB
+        "plan", "memory", "--target", "gpt-oss-120b", "--gpu", "H100", "--weights", "mxfp4",
+        "--batch-size", "4"
+    )  # fmt: skip
+    # The published files are 65.2 GB.
+    assert re.search(r"target +65\.19 ", out) and "states" not in out
 
 
 def test_what_does_not_fit_ends_with_one_and_says_what_would_do(cli):

@@ -15,9 +15,8 @@ from safetensors.numpy import load_file
 from eagle3_jax.cli import run
 
 EAGLE3, EAGLE31, P_EAGLE, EAGLE1, MTP, MEDUSA, DFLASH, JETSPEC, DSPARK, DRAFT_MODEL = CHECKPOINTS
-LAYER = (
-    2 * 2 * 8 * 2
-)  # bytes of a token's keys and values in a layer: 2 heads of 8 numbers, in bfloat16
+# Bytes of a token's keys and values in a layer: 2 heads of 8 numbers, in bfloat16.
+LAYER = 2 * 2 * 8 * 2
 OUTPUT = 61 * 32
 # Layers with a cache, and parameters of the target that a pass reads in addition to the drafter's.
 LAYERS = {MEDUSA: 0, DFLASH: 2, JETSPEC: 2, DSPARK: 2, DRAFT_MODEL: 2}
@@ -32,17 +31,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def plan(capsys: Any, page: str, target: Path, drafter: object, *options: str) -> dict[str, Any]:
     arguments = [
-        "plan",
-        page,
-        "--target",
-        str(target),
-        "--drafter",
-        str(drafter),
-        "-K",
-        "3",
-        "--gpu",
-        "H100",
-    ]
+        "plan", page, "--target", str(target), "--drafter", str(drafter), "-K", "3",
+        "--gpu", "H100"
+    ]  # fmt: skip
     assert run([*arguments, *options, "--json"]) == 0, capsys.readouterr().err
     return json.loads(capsys.readouterr().out)
 
@@ -61,9 +52,8 @@ def test_sizes_are_those_of_the_file(tmp_path: Path, target: Path, capsys: Any, 
     tables = () if name == DRAFT_MODEL else ("embed_tokens.weight", "d2t", "t2d")
     numbers = stored(drafter, without=tables)
     memory = plan(capsys, "memory", target, drafter)
-    assert memory["drafter_method"] == name.split(" (")[0].replace(
-        "EAGLE-3.1", "EAGLE-3"
-    )  # of one size
+    # Of one size.
+    assert memory["drafter_method"] == name.split(" (")[0].replace("EAGLE-3.1", "EAGLE-3")
     assert memory["drafter_parameters"] == numbers
     assert memory["bytes"]["head_weights"] == 2 * numbers
     assert memory["drafter_cache_bytes_per_token"] == LAYER * LAYERS.get(name, 1)

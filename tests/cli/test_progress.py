@@ -34,9 +34,8 @@ def interrupting(monkeypatch: pytest.MonkeyPatch, where: object, name: str, call
 
 
 def test_a_step_is_counted_when_it_begins_and_the_rest_is_estimated_from_the_mean(monkeypatch):
-    seconds: Iterator[float] = iter(
-        [0.0, 60.0, 60.0, 90.0, 150.0]
-    )  # the start, and each line after the first
+    # The start, and each line after the first.
+    seconds: Iterator[float] = iter([0.0, 60.0, 60.0, 90.0, 150.0])
     monkeypatch.setattr(_progress, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
     lines: list[str] = []
     now = counted(Activity(lines.append, lines.append), 4)

@@ -102,9 +102,8 @@ def test_the_prompt_stays_on_the_screen(target):
     assert lines[1].startswith("    return '\N{SNOWMAN}'\N{SYMBOL FOR CARRIAGE RETURN} + x")
     assert "[stopped: reached --max-new-tokens 6]" in lines
     assert b"measuring against plain decoding" in wide.seen
-    assert not any(
-        "measuring" in line or "compiling" in line for line in lines
-    )  # they disappear when they are done
+    # They disappear when they are done.
+    assert not any("measuring" in line or "compiling" in line for line in lines)
     assert not wide.screen.cursor.hidden
 
 

@@ -160,17 +160,8 @@ def test_the_target_writes_conversations_alone(cli, target, tmp_path, small_shar
     openings = tmp_path / "openings.txt"
     openings.write_text(f"\n{OPENING}\n")
     options = (
-        "--self",
-        9,
-        "--openings",
-        openings,
-        "--length",
-        140,
-        "--rows",
-        3,
-        "--temperature",
-        2,
-    )
+        "--self", 9, "--openings", openings, "--length", 140, "--rows", 3, "--temperature", 2
+    )  # fmt: skip
     code, printed, _ = cli("train", "data", target, tmp_path / "data", *options)
     assert code == 0
     texts = joined_texts(tmp_path / "data")
@@ -434,17 +425,9 @@ def test_files_that_hold_no_documents_are_refused(
 def test_openings_withprinted_are_refused(refused, target, tmp_path):
     empty = written(tmp_path / "openings.txt", " ", "")
     line = refused(
-        "train",
-        "data",
-        target,
-        tmp_path / "data",
-        "--self",
-        2,
-        "--openings",
-        empty,
-        "--length",
-        120,
-    )
+        "train", "data", target, tmp_path / "data", "--self", 2, "--openings", empty,
+        "--length", 120
+    )  # fmt: skip
     assert "openings.txt has no line with text" in line
     assert not (tmp_path / "data").exists()
 

@@ -29,14 +29,8 @@ SHAPE = ("--batch", 2, "--unroll", 2, "--dtype", "float32", "--store", "float32"
 HEAD = (*SHAPE, "--draft-vocab-size", 32)
 ONE_STEP = ("--steps", 1, "--warmup-steps", 0)
 STILL = (
-    *ONE_STEP,
-    "--learning-rate",
-    1e-25,
-    "--embedding-learning-rate",
-    1e-25,
-    "--evaluate-every",
-    0,
-)
+    *ONE_STEP, "--learning-rate", 1e-25, "--embedding-learning-rate", 1e-25, "--evaluate-every", 0
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -101,15 +95,9 @@ def test_a_head_continues_from_another_one(cli, files, tmp_path):
     first_losses = []
     for name, options in (("fresh", ()), ("continued", ("--init", files.head))):
         arguments = (
-            files.target,
-            files.data,
-            tmp_path / name,
-            *HEAD,
-            *ONE_STEP,
-            "--evaluate-every",
-            1,
-            *options,
-        )
+            files.target, files.data, tmp_path / name, *HEAD, *ONE_STEP, "--evaluate-every", 1,
+            *options
+        )  # fmt: skip
         assert cli("train", "head", *arguments)[0] == 0
         first_losses.append(logged(tmp_path / name)[0]["loss"])
     assert first_losses[1] < 0.9 * first_losses[0]  # equal if the other head were not read
@@ -118,16 +106,9 @@ def test_a_head_continues_from_another_one(cli, files, tmp_path):
 def test_another_draft_vocabulary_keeps_all_but_the_output_matrix(cli, files, tmp_path):
     out = tmp_path / "out"
     arguments = (
-        files.target,
-        files.data,
-        out,
-        *SHAPE,
-        "--draft-vocab-size",
-        24,
-        *STILL,
-        "--init",
-        files.head,
-    )
+        files.target, files.data, out, *SHAPE, "--draft-vocab-size", 24, *STILL,
+        "--init", files.head
+    )  # fmt: skip
     assert cli("train", "head", *arguments)[0] == 0
     before = weights(files.head)
     after = weights(out)
@@ -291,21 +272,12 @@ def test_a_draft_model_is_written_with_the_tokenizer_of_its_target(cli, tmp_path
     assert cli("train", "data", target, data, documents, "--held-out", 0.5, "--length", 20)[0] == 0
     out = tmp_path / "out"
     arguments = (
-        target,
-        data,
-        out,
-        *SHAPE,
-        *ONE_STEP,
-        "--method",
-        "draft-model",
-        "--evaluate-every",
-        0,
-    )
+        target, data, out, *SHAPE, *ONE_STEP, "--method", "draft-model", "--evaluate-every", 0
+    )  # fmt: skip
     assert cli("train", "head", *arguments)[0] == 0
     assert (out / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
-    assert (
-        e3.load_drafter(out, target=e3.load_target(target)).drafter.model.config.width == 8
-    )  # half of the target's
+    # Half of the target's.
+    assert e3.load_drafter(out, target=e3.load_target(target)).drafter.model.config.width == 8
 
 
 # ---------------------------------------------------------------- features
@@ -315,15 +287,9 @@ def test_features_that_are_stored_give_the_loss_that_the_target_gives(cli, files
     losses = []
     for name, options in (("stored", ()), ("online", ("--online",))):
         arguments = (
-            files.target,
-            files.data,
-            tmp_path / name,
-            *HEAD,
-            *ONE_STEP,
-            "--evaluate-every",
-            1,
-            *options,
-        )
+            files.target, files.data, tmp_path / name, *HEAD, *ONE_STEP, "--evaluate-every", 1,
+            *options
+        )  # fmt: skip
         assert cli("train", "head", *arguments)[0] == 0
         losses.append(logged(tmp_path / name)[0]["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=0.01)  # bfloat16 has 8 bits
@@ -334,16 +300,9 @@ def test_a_full_disk_leaves_whole_parts_of_features(cli, refused, files, tmp_pat
     monkeypatch.setattr(features, "TEXTS_OF_A_PART", 4)
     data = written_texts(tmp_path / "data")
     arguments = (
-        "train",
-        "head",
-        files.target,
-        data,
-        tmp_path / "out",
-        *HEAD,
-        *ONE_STEP,
-        "--evaluate-every",
-        0,
-    )
+        "train", "head", files.target, data, tmp_path / "out", *HEAD, *ONE_STEP,
+        "--evaluate-every", 0
+    )  # fmt: skip
     with monkeypatch.context() as patch:
         patch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10))
         assert f"disk full: {data / 'features'}" in cli(*arguments)[2]
@@ -377,16 +336,8 @@ def test_the_log_says_how_the_head_decodes(cli, files, tmp_path, monkeypatch):
     unbroken = tmp_path / "unbroken"
     out = tmp_path / "out"
     options = (
-        *HEAD,
-        "--steps",
-        3,
-        "--warmup-steps",
-        1,
-        "--evaluate-every",
-        1,
-        "--init",
-        files.head,
-    )
+        *HEAD, "--steps", 3, "--warmup-steps", 1, "--evaluate-every", 1, "--init", files.head
+    )  # fmt: skip
     assert cli("train", "head", files.target, files.data, unbroken, *options)[0] == 0
     lines = logged(unbroken)
     assert [line["step"] for line in lines] == [1, 2, 3]

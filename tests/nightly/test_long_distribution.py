@@ -40,9 +40,8 @@ ORDER = 3
 HORIZON = 24
 CONTEXTS = VOCABULARY**ORDER
 ALPHA = 1e-6
-LAGS = range(
-    ORDER + 1, 18
-)  # nearer tokens are the context; a round of these drafts is at most 4 tokens long
+# Nearer tokens are the context; a round of these drafts is at most 4 tokens long.
+LAGS = range(ORDER + 1, 18)
 Setting = tuple[float, int, float]  # temperature, top-k, top-p
 TEMPERATURES: tuple[Setting, ...] = ((0.8, 0, 1.0), (1.2, 0, 1.0))
 TRUNCATIONS: tuple[Setting, ...] = ((1.0, 2, 1.0), (1.0, 0, 0.8), (1.3, 3, 0.75), (0.0, 0, 1.0))
@@ -79,9 +78,8 @@ def wide(size: int = 80, count: int = 5) -> World:
     """Ids of two digits and a few distributions. All digits of the last two tokens choose the next distribution."""
     rng = np.random.default_rng(1)
     first, second = np.divmod(np.arange(size**2), size)
-    target_logits = rng.normal(size=(count, size)) * 0.6 + np.where(
-        np.arange(size) < 64, 0.0, 1.0
-    )  # either first digit is usual
+    # Either first digit is usual.
+    target_logits = rng.normal(size=(count, size)) * 0.6 + np.where(np.arange(size) < 64, 0.0, 1.0)
     drafter_logits = target_logits + rng.normal(size=target_logits.shape) * 0.8
     follows = (first % 64 + 2 * (first // 64) + 3 * (second % 64) + second // 64) % count
     return World(2, follows, target_logits.astype(np.float32), drafter_logits.astype(np.float32))

@@ -29,9 +29,8 @@ def test_bytes_operations_and_times_of_a_round_by_hand():
     # the cache.
     plain_bytes = 392 + 3 * 6 * 8
     plain_flops = 2 * 3 * (144 + 40) + 4 * 3 * 6 * 4
-    hardware = custom_accelerator(
-        gb_per_s=plain_bytes / 1e9, tflops=plain_flops / 1e12
-    )  # a plain step takes 1 s
+    # A plain step takes 1 s.
+    hardware = custom_accelerator(gb_per_s=plain_bytes / 1e9, tflops=plain_flops / 1e12)
     deployment = Deployment(target=SMALL, head=SMALL_HEAD, accelerator=hardware)
     bound = round_bound(deployment, batch=3, context=5, num_draft_tokens=2)
     assert (bound.plain_bytes, bound.plain_flops) == (plain_bytes, plain_flops)
@@ -80,12 +79,10 @@ def test_latents_and_states_are_read_once():
         for context in (0, 10)
     )
     assert long.num_bytes - short.num_bytes == 3 * 10 * (6 + 2) * 2
-    assert long.other_flops - short.other_flops == 3 * 2 * 10 * 2 * 2 * (
-        6 + 2 + 6
-    )  # scores of 8, values of 6 channels
-    states = 4 * 4 * 3 * 5 + 2 * 2 * (
-        2 * 2 * 3 + 4 * 5
-    )  # float32; two inputs of the convolution in bfloat16
+    # Scores of 8, values of 6 channels.
+    assert long.other_flops - short.other_flops == 3 * 2 * 10 * 2 * 2 * (6 + 2 + 6)
+    # Float32; two inputs of the convolution in bfloat16.
+    states = 4 * 4 * 3 * 5 + 2 * 2 * (2 * 2 * 3 + 4 * 5)
     assert deployment.state_bytes(deployment.target) == states
     assert (
         short.num_bytes
@@ -157,10 +154,8 @@ def test_experts_can_end_the_gain_after_one_batch_and_have_no_end_up_to_the_larg
     on_h100, on_l4 = (served("gpt-oss-120b", gpu, "fp8") for gpu in ("H100", "L4"))
     options = {"context": 1024, "num_draft_tokens": 3}
     assert paying_batches(on_h100, **options, mean_acceptance_length=2.94) == (1, 2)
-    assert paying_batches(on_l4, **options, mean_acceptance_length=1.5) == (
-        34,
-        None,
-    )  # 66,886 is beyond 65,536
+    # 66,886 is beyond 65,536.
+    assert paying_batches(on_l4, **options, mean_acceptance_length=1.5) == (34, None)
 
 
 def test_the_largest_batch_is_the_last_that_fits():
@@ -186,12 +181,8 @@ def test_fp8_peaks_are_for_hardware_that_multiplies_in_fp8():
 
 
 def test_costs_of_the_articles_reproduce():
-    for speed, cost in (
-        (1700.0, 0.229),
-        (3800.0, 0.102),
-        (3200.0, 0.122),
-        (6200.0, 0.063),
-    ):  # 1.40 $/h
+    # 1.40 $/h.
+    for speed, cost in ((1700.0, 0.229), (3800.0, 0.102), (3200.0, 0.122), (6200.0, 0.063)):
         assert cost_of(speed, price_per_hour=1.40).per_million_tokens == pytest.approx(
             cost, abs=0.0006
         )

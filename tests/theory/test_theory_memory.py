@@ -155,13 +155,11 @@ def test_bytes_of_a_70b_target_in_fp8_and_of_its_head():
     # fc 3·8192², q 16384·8192, k and v 2·16384·1024, o 8192², mlp 3·8192·28672, norms 4·8192,
     # lm_head 32000·8192.
     assert parameters(head).total == 1_403_027_456
-    assert deployment.weight_bytes(target) / 1e9 == pytest.approx(
-        72.66, abs=0.01
-    )  # layers FP8, tables bfloat16
+    # Layers FP8, tables bfloat16.
+    assert deployment.weight_bytes(target) / 1e9 == pytest.approx(72.66, abs=0.01)
     assert deployment.streamed_bytes(target) / 1e9 == pytest.approx(70.555, abs=0.001)
-    assert deployment.weight_bytes(head) / 1e9 == pytest.approx(
-        1.403, abs=0.001
-    )  # all of its kernels in FP8
+    # All of its kernels in FP8.
+    assert deployment.weight_bytes(head) / 1e9 == pytest.approx(1.403, abs=0.001)
     assert served(weights="int8").weight_bytes(head) / 1e9 == pytest.approx(2.806, abs=0.001)
     assert deployment.cache_bytes_per_token(target) == 327_680  # 2·80·8·128 numbers of 2 bytes
     assert deployment.cache_bytes_per_token(head) == 4096  # 1.25 %: not nothing, as an article says
@@ -183,10 +181,8 @@ def test_every_part_of_the_plan_by_hand():
     assert plan.target_weights == 2 * (144 + 12 + 40 + 40)
     # fusion 3·4·4, q 8·4, k and v 2·8·2, o 4·4, mlp 96, norms 4·4, lm_head 5·4
     assert plan.head_weights == 2 * (48 + 32 + 32 + 16 + 96 + 16 + 20)
-    assert (plan.target_cache, plan.head_cache) == (
-        2 * 12 * 8,
-        2 * 12 * 8,
-    )  # 2·1·1·2 numbers of 2 bytes a token
+    # 2·1·1·2 numbers of 2 bytes a token.
+    assert (plan.target_cache, plan.head_cache) == (2 * 12 * 8, 2 * 12 * 8)
     # four tokens: 2·(4·4 + 2·8 + (2 + 2)·2 + 3·4) each, and 2·4·10 for logits and probabilities;
     # scores of two heads and ten keys of 4 + 2 bytes each; one token of a prefill and caches of
     # two, of 8 bytes for either model
@@ -200,9 +196,8 @@ def test_every_part_of_the_plan_by_hand():
     deployment = dataclasses.replace(
         deployment, target=dataclasses.replace(SMALL, layers=(windowed,))
     )
-    assert (
-        deployment.cache_bytes_per_token(deployment.target) == 8
-    )  # buffers hold the whole sequence
+    # Buffers hold the whole sequence.
+    assert deployment.cache_bytes_per_token(deployment.target) == 8
 
 
 COMPILED = load(PATH.with_name("aot-memory.json"))
@@ -251,9 +246,8 @@ def test_tensor_parallelism_divides_all_but_vectors_fusion_and_scarce_key_heads(
         (single.weight_bytes(head) - undivided) / 8
     )
     assert eight.cache_bytes_per_token(target) == single.cache_bytes_per_token(target) / 8
-    assert sixteen.cache_bytes_per_token(target) == eight.cache_bytes_per_token(
-        target
-    )  # 8 key heads, each twice
+    # 8 key heads, each twice.
+    assert sixteen.cache_bytes_per_token(target) == eight.cache_bytes_per_token(target)
     assert (
         16 * sixteen.weight_bytes(target)
         > 8 * eight.weight_bytes(target) + parameters(target).key_value / 2

@@ -102,9 +102,8 @@ def test_the_simulation_has_the_mean_of_the_formula_and_depends_on_its_seed_only
     assert simulation == simulated(0.7) != simulated(0.7, seed=1)
     always = simulated(1.0)
     never = simulated(0.0)
-    assert always.time_per_output_token.p99 == pytest.approx(
-        20 * 1.7 / 120
-    )  # six tokens a round of 1.2 + 5·0.1
+    # Six tokens a round of 1.2 + 5·0.1.
+    assert always.time_per_output_token.p99 == pytest.approx(20 * 1.7 / 120)
     assert never.time_per_output_token.p50 == pytest.approx(1.7)
     assert (always.slower_than_plain, never.slower_than_plain) == (0.0, 1.0)
 

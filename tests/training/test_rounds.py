@@ -43,9 +43,8 @@ def test_one_pass_over_greedy_text_finds_the_rounds_of_decoding():
     evaluation = Evaluation(target, head.drafter, frozen, texts, None, 3)
     measured = evaluation.in_one_pass(head.params["head"])
     assert measured is not None
-    assert (
-        measured["rounds"] == int(np.sum(result.stats.num_drafts)) < 3 * 30
-    )  # of 3 times 39 without drafts
+    # Of 3 times 39 without drafts.
+    assert measured["rounds"] == int(np.sum(result.stats.num_drafts)) < 3 * 30
     # Decoding may accept drafts past the end of the text in the last round.
     assert measured["tau"] == pytest.approx(result.stats.mean_acceptance_length, rel=0.05)
     assert (

@@ -169,9 +169,8 @@ def test_unroll_is_the_dense_mask_computation(pair, padding, window):
     for b in range(2):
         tokens = np.asarray(batch.tokens[b])
         real = np.asarray(batch.attention_mask[b])
-        first = int(
-            np.argmax(real)
-        )  # rows before it attend to nothing, which the oracle cannot express
+        # Rows before it attend to nothing, which the oracle cannot express.
+        first = int(np.argmax(real))
         # Left padding turns all rotary positions alike, so the oracle may start at the first real
         # token.
         rows = oracle_logits(

@@ -95,9 +95,8 @@ def test_a_resumed_run_has_bit_identical_losses(pair, tmp_path):
         )
 
     first, run = start()
-    unbroken = [
-        next(run)[1] for _ in range(5)
-    ]  # dies after step 5; its last checkpoint is that of step 3
+    # Dies after step 5; its last checkpoint is that of step 3.
+    unbroken = [next(run)[1] for _ in range(5)]
     second, run = start()
     resumed = [metrics for _, metrics in run]
     assert (first, second) == (0, 3)
