@@ -1,4 +1,4 @@
-"""The bundled pair loads by default, its drafts are accepted, and it was not trained on the prompts of measurements."""
+"""The bundled pair: it loads by default, its drafts are accepted, it never saw measured prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafters, targets and rules from a user's module: named on the command line, refused in one line, labelled."""
+"""Drafters, targets and rules from a user's module: named, refused in one line, labelled."""
 
 from __future__ import annotations
 
@@ -246,12 +246,14 @@ def test_lookup_first_and_a_head_draft_as_one(cli, refused, tmp_path):
         rows.append(json.loads(out))
     assert rows[0]["text"] == rows[1]["text"] == rows[2]["text"]
     assert rows[2]["drafter_method"].startswith("NGram, else EAGLE-3 head")
+
     target = e3.load_target(dtype="float32")
     expected = e3.Fallback.of(e3.drafters.NGram(min_ngram=2), e3.load_drafter(target=target))
     result = e3.SpeculativeDecoder(target, expected).generate(
         "x = 1\ny = 1\nx = 1\n", max_new_tokens=30
     )
     assert rows[2]["stats"] == result.stats.to_json()
+
     for wrong in ("ngram+none", "ngram+suffix"):
         assert f"--drafter {wrong}: expected ngram+ and a head" in refused(
             "generate", "x", "--drafter", wrong
