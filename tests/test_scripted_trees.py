@@ -91,7 +91,8 @@ def test_the_targets_own_branch_is_accepted_to_its_end_and_the_text_is_plain_wit
 def test_a_tree_loses_no_node_where_the_text_ends_with_its_bucket() -> None:
     """The deepest nodes of the last rounds are in the slots after a bucket.
 
-    Texts end with their bucket. The target is a table: a random decoder hardly minds that a token does not see itself.
+    Texts end with their bucket. The target is a table: a random decoder hardly minds that a token
+    does not see itself.
     """
     limit = 128
     target = tables.target(
