@@ -50,7 +50,7 @@ def check_equal(directory: Path, shape: str, temperature: float, prompts: list[l
             "max_new_tokens": 48,
             "temperature": temperature,
         }
-        with jax.numpy_dtype_promotion("standard"):
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             state = nano.generate(w, head, jnp.array(prompt), seed, **options)
 
         assert np.asarray(state.text)[len(prompt) : int(state.length)].tolist() == row.tokens

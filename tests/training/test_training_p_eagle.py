@@ -167,7 +167,7 @@ def test_the_loss_is_one_mean_over_all_depths(pair) -> None:
     features = ttt.teacher_forward(drafter, target, frozen, batch, 1)[1]
     scores = parallel_logits(drafter, head, frozen["embedding"], features, batch, chains)
     positions = jnp.broadcast_to(jnp.arange(8), (2, 8))
-    seen = jnp.tril(jnp.ones((8, 8), jnp.bool_)) & batch.attention_mask[:, None, :]
+    seen = jnp.tril(jnp.ones((8, 8), jnp.bool_))[None] & batch.attention_mask[:, None, :]
     final = target(frozen["target_params"], batch.tokens, positions, seen).final
     logits = np.asarray(target.unembed(frozen["target_params"], final), np.float64)
     ids = np.asarray(frozen["draft_to_target"])
