@@ -36,8 +36,8 @@ SLOW = set(Path(__file__).with_name("slow.txt").read_text(encoding="utf-8").spli
 MAPS_COUNTED = [time.monotonic()]
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-# An array of a lower rank broadcasts where it should not: every new axis is written out. Programs of
-# users may set it, too.
+# An array of fewer axes would broadcast along the first axes of another, meant or not: every new axis
+# is written out. Users may set this for their program, too.
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Whatever a shell starts in the background ignores Ctrl-C, and hands that on to the commands that

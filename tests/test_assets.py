@@ -25,7 +25,7 @@ def test_it_drafts_and_writes_what_the_target_writes(shipped: e3.LoadedTarget) -
     drafted = tiny.check_same_text(
         shipped, drafter, code, max_new_tokens=48, num_speculative_tokens=5
     )
-    # Far below what is reported, far above a head that does not fit.
+    # This is far below what is reported, and far above a head that does not fit.
     assert drafted.stats.mean_acceptance_length > 1.5
 
 

@@ -62,7 +62,7 @@ LEDGER = {
     ),
     "verifiers.simulated.__call__": ("how many tokens simulated acceptance takes", "n, 1, 0", "1"),
 }
-# The function, the row and the numbers folded into its key, the uniforms.
+# The function, the row with the numbers folded into its key, and the number of uniforms.
 Use = tuple[str, tuple[int, ...], int]
 
 

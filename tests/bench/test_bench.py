@@ -101,7 +101,7 @@ def test_ratios_are_paired_by_repeat_and_taken_against_the_fastest_plain_run():
     report = measured(
         slow, fast, ours, max_new_tokens=5, repeats=3, baselines=["plain slow", "plain fast"]
     )
-    # In turn, and the first round is the warm-up.
+    # Contenders run in turn, and the first round is the warm-up.
     assert calls == ["plain slow", "plain fast", "ours"] * 4
 
     assert report.baseline == "plain fast"

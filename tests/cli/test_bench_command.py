@@ -140,7 +140,7 @@ def test_a_shape_is_measured_in_few_ways_at_published_rates(monkeypatch: pytest.
         ("--simulated-acceptance-rate", "0.5", "--chains", "2", "--tree", "none", "--ngram", "1"),
     ):
         assert run(["bench", "--shape", "llama-tiny", "--dtype", "float32", *more]) == 2
-    # Of vLLM's lengths for Llama-3.1-8B: 2.36 at K=2, 3.54 at K=7.
+    # These rates give vLLM's lengths for Llama-3.1-8B: 2.36 at K=2, 3.54 at K=7.
     rates = [0.78, 0.58, 0.43, 0.29, 0.24, 0.14, 0.08]
     assert [1 + sum(rates[:depth]) for depth in (2, 7)] == pytest.approx([2.36, 3.54])
     mark = " (simulated, not lossless)"

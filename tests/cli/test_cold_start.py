@@ -165,7 +165,7 @@ print(jax.config.jax_compilation_cache_max_size, jax.config.jax_compilation_cach
         assert fresh(code, XDG_CACHE_HOME=home, **variables) == [f"{limit} {directory}"]
 
     (tmp_path / "file").touch()
-    # It works without one.
+    # The command works without a cache.
     assert fresh(code, XDG_CACHE_HOME=str(tmp_path / "file"))[0].endswith(" None")
 
 

@@ -203,7 +203,7 @@ def test_a_rule_that_is_not_lossless_says_so_in_every_result(cli) -> None:
 )
 def test_bench_names_and_labels(cli, options: tuple[str, ...], rows: dict[str, bool]) -> None:
     code, out, err = cli("bench", *options, *BENCH, "--json")
-    # 1: a time below the bound of the memory, which these few tokens can have.
+    # Code 1 is a time below the bound of the memory, which these few tokens can have.
     assert code in (0, 1), err
     assert {row["name"]: row["lossless"] for row in json.loads(out)["reports"][0]["rows"]} == rows
 

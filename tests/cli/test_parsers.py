@@ -401,7 +401,7 @@ def test_a_dash_is_the_standard_input_for_a_prompt_and_for_a_file_of_prompts(
     pipe(monkeypatch, "\ufeffdef f(x):\n".encode())
     target = ("--target", str(write_bytes_target(tmp_path / "bytes")), "--drafter", "none")
     assert run(["generate", "-", *target, "--max-new-tokens", "2", "--json"]) == 0
-    # To the letter.
+    # A text is taken to the letter.
     assert len(json.loads(capsys.readouterr().out)["prompt_ids"]) == len("def f(x):\n")
 
     pipe(monkeypatch, b"\xff")
@@ -412,7 +412,7 @@ def test_a_dash_is_the_standard_input_for_a_prompt_and_for_a_file_of_prompts(
     )
     monkeypatch.setattr(sys, "stdin", None)
     assert "the standard input is closed" in refused("generate", "-")
-    # What Python makes of an argument that is not UTF-8.
+    # This is what Python makes of an argument that is not UTF-8.
     assert "character 2 is '\\udcff'" in refused("generate", "a\udcffb")
 
 

@@ -82,7 +82,7 @@ def test_an_interrupted_tuning_reports_the_batch_sizes_that_it_has(cli, monkeypa
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt_ids": [1, 17, 5, 42]}\n')
     options = ("--prompts", prompts, "--max-new-tokens", 4, "--chains", 1, "--repeats", 1, "--json")
-    # The first of the second batch size.
+    # The fifth call is the first of the second batch size.
     interrupting(monkeypatch, tuning, "step_costs", calls=5)
     code, out, err = cli("tune", *PAIR, *options, "--batch-sizes", "1,2")
     assert code == 130
@@ -92,5 +92,5 @@ def test_an_interrupted_tuning_reports_the_batch_sizes_that_it_has(cli, monkeypa
     first, second = (PLACE.fullmatch(line) for line in err.splitlines()[:2])
     assert first and first[3].startswith("K=1: τ ")
     assert second and second[3].startswith("batch 1: K=1 ")
-    # Acceptance, and two shapes twice at the first batch size.
+    # Before it come acceptance, and two shapes twice at the first batch size.
     assert second[1] == "5"

@@ -120,7 +120,7 @@ def test_the_blocks_of_a_page_run_in_order(
     Path("prompts.jsonl").write_text('{"prompt": "import os", "max_new_tokens": 8}\n')
 
     printed = ""
-    # Unchecked, as users run them.
+    # Users run the blocks unchecked.
     with tiny.unchecked():
         for block in blocks:
             # A failure names the line of the page.

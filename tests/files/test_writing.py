@@ -187,7 +187,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_complete(tmp_path: Path) -> 
     assert names(directory) == ["0"]
 
     trainer.save(state)
-    # As a killed process leaves it.
+    # A killed process leaves this directory.
     (directory / "2.orbax-checkpoint-tmp").mkdir()
     assert int(trainer_in(directory).start(parameters()).step) == 1
     assert names(directory) == ["0", "1"]
