@@ -172,9 +172,8 @@ def run_blocks(
 
     logits = drafter.logits(params, head, hidden.reshape(batch_size, num * count, -1))
     logits = logits.reshape(batch_size, num, count, -1)
-    previous = take(
-        extend(batch.tokens, count), anchors[:, :, None] + jnp.arange(count)[None, None]
-    )
+    before_prediction = anchors[:, :, None] + jnp.arange(count)[None, None]
+    previous = take(extend(batch.tokens, count), before_prediction)
     if config.markov is not None:
         state = jnp.zeros((batch_size, num, config.markov.rank), hidden.dtype)
         bias = []
