@@ -121,7 +121,7 @@ def test_bandwidth_is_that_of_some_memory(target: LoadedTarget) -> None:
 
 
 def test_a_launch_moves_the_array_several_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If every launch takes one second, a pass takes less: the bandwidth is without launches."""
+    """Where every launch takes one second, a pass takes a fraction of it: launches are not counted."""
     clock = itertools.count()
     monkeypatch.setattr(roofline.time, "perf_counter", lambda: float(next(clock)))
     size = 2**20

@@ -90,9 +90,10 @@ def run(name: str) -> bool:
 def main(names: list[str]) -> int:
     """Runs the parts named, or every part; 0 if all passed."""
     if unknown := set(names) - set(PARTS):
-        parts = ", ".join(PARTS)
-        unknown_parts = ", ".join(sorted(unknown))
-        print(f"error: {unknown_parts} is not a part; the parts are {parts}", file=sys.stderr)
+        print(
+            f"error: {', '.join(sorted(unknown))} is not a part; the parts are {', '.join(PARTS)}",
+            file=sys.stderr,
+        )
         return 2
 
     BUILD.mkdir(parents=True, exist_ok=True)
