@@ -1,4 +1,4 @@
-"""How every test runs: shapes and types are checked at each call, and dtypes never promote by accident."""
+"""How every test runs: shapes and types are checked at each call; nothing promotes by accident."""
 
 from __future__ import annotations
 
@@ -34,10 +34,16 @@ import jax
 # --durations=0` shows them.
 SLOW = set(Path(__file__).with_name("slow.txt").read_text(encoding="utf-8").split())
 MAPS_COUNTED = [time.monotonic()]
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# An array of fewer axes would broadcast along the first axes of another, meant or not: every new axis
+# is written out. Users may set this for their program, too.
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
 # Whatever a shell starts in the background ignores Ctrl-C, and hands that on to the commands that
 # are interrupted here.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # Compilation is most of what the suite costs; a second run on the same machine finds its programs
 # here.
 jax.config.update(
@@ -61,15 +67,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `torch` where it is missing; of a test in slow.txt with several cases the first is not slow."""
+    """Skip tests marked `torch` where it is missing, and mark the tests of slow.txt.
+
+    Of a test with several cases the first is not slow.
+    """
     if importlib.util.find_spec("torch") is None:
         for item in items:
             if item.get_closest_marker("torch"):
                 item.add_marker(pytest.mark.skip(reason="PyTorch is not installed"))
+
     items = [item for item in items if not item.get_closest_marker("slow")]
     tests = [f"{item.path.stem}::{getattr(item, 'originalname', item.name)}" for item in items]
     cases = collections.Counter(tests)
     seen: set[str] = set()
+
     for item, test in zip(items, tests, strict=True):
         if test in SLOW and (test in seen or cases[test] == 1):
             item.add_marker("slow")
@@ -97,11 +108,13 @@ def _forget_programs():
 
 @pytest.fixture(autouse=True)
 def _few_memory_maps():
-    """A compiled program holds memory maps; thousands of them reach Linux's limit (65530), which ends the process."""
+    """Keep far from Linux's limit of 65530 memory maps, which ends the process.
+
+    A compiled program holds memory maps, and a suite has thousands of programs.
+    """
     yield
-    maps = Path(
-        "/proc/self/maps"
-    )  # 0.1 seconds to read, and a test that compiles for 10 seconds adds 3,000 of them
+    # 0.1 seconds to read, and a test that compiles for 10 seconds adds 3,000 of them.
+    maps = Path("/proc/self/maps")
     if time.monotonic() - MAPS_COUNTED[0] > 10 and maps.exists():
         MAPS_COUNTED[0] = time.monotonic()
         if maps.read_bytes().count(b"\n") > 30_000:

@@ -1,4 +1,4 @@
-"""The bundled pair loads by default, its drafts are accepted, and it was not trained on the prompts of measurements."""
+"""The bundled pair: it loads by default, its drafts are accepted, it never saw measured prompts."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ def test_it_drafts_and_writes_what_the_target_writes(shipped: e3.LoadedTarget) -
     drafted = tiny.check_same_text(
         shipped, drafter, code, max_new_tokens=48, num_speculative_tokens=5
     )
-    assert (
-        drafted.stats.mean_acceptance_length > 1.5
-    )  # far below what is reported, far above a head that does not fit
+    # This is far below what is reported, and far above a head that does not fit.
+    assert drafted.stats.mean_acceptance_length > 1.5
 
 
 def test_prompts_come_from_held_out_files_alone() -> None:

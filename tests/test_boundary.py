@@ -1,4 +1,4 @@
-"""Wrong drafts: either the output is still the target's own, or an error of one line names the mistake."""
+"""Wrong drafts: the output is still the target's own, or an error of one line names the mistake."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ TARGET = tiny.target(13)
 
 @dataclasses.dataclass(frozen=True)
 class Spoilt(tiny.Scripted):
-    """Drafts the target's own tokens with a change, because a draft that is never accepted would show nothing."""
+    """Drafts the target's own tokens with a change.
+
+    A draft that is never accepted would show nothing.
+    """
 
     parents: tuple[int, ...] = (-1, 0, 0, 2, 3, 3)
     change: Callable[[Draft], Draft] = lambda draft: draft
@@ -116,18 +119,23 @@ def starting(change: Callable[[dict], Any]) -> Any:
 
 
 NOT_DRAFTS = {
-    "a draft and a state": (proposing(lambda d: (d, {})), "propose returned tuple; expected an eagle3_jax.Draft"),
+    "a draft and a state": (
+        proposing(lambda d: (d, {})), "propose returned tuple; expected an eagle3_jax.Draft"
+    ),
     "more nodes than it said": (
         replaced(num_nodes=2), r"propose gave tokens as int32\[2, 3\]; expected int32\[2, 2\]"
     ),
     "a distribution over too few ids": (
-        proposing(with_field(probs=lambda _: jnp.ones((2, 3, 12)))), r"probs as float32\[2, 3, 12\].*\[2, 3, 13\]"
+        proposing(with_field(probs=lambda _: jnp.ones((2, 3, 12)))),
+        r"probs as float32\[2, 3, 12\].*\[2, 3, 13\]"
     ),
     "a distribution in half precision": (
         proposing(with_field(probs=lambda _: jnp.ones((2, 3, 13), jnp.bfloat16))),
         "probs as bfloat16.*expected float32"
     ),
-    "a state of no rows": (starting(lambda s: {**s, "n": jnp.zeros(())}), r"init gave state\['n'\] as float32\[\]"),
+    "a state of no rows": (
+        starting(lambda s: {**s, "n": jnp.zeros(())}), r"init gave state\['n'\] as float32\[\]"
+    ),
     "a state that grows": (
         observing(lambda old, s, seen: {**s, "root": jnp.stack([s["root"]] * 2, 1)}),
         r"observe was given state\['root'\] as int32\[2\] and returned int32\[2, 2\]",

@@ -22,9 +22,8 @@ SIZE = 2
 def block(seed: int, fed: int) -> tuple[KeyValue, ...]:
     rng = np.random.default_rng(seed)
     draw = lambda size: jnp.array(rng.normal(size=(BATCH, HEADS, fed, size)), jnp.float32)
-    return tuple(
-        KeyValue(draw(SIZE), draw(SIZE - 1)) for _ in range(LAYERS)
-    )  # values may be narrower, as in MLA
+    # Values may be narrower, as in MLA.
+    return tuple(KeyValue(draw(SIZE), draw(SIZE - 1)) for _ in range(LAYERS))
 
 
 def empty() -> Cache:
@@ -55,6 +54,7 @@ def test_commits_append_the_chosen_tokens_of_each_row_in_order() -> None:
     cache = empty()
     rows: list[list[list[np.ndarray]]] = [[] for _ in range(BATCH)]
     rng = np.random.default_rng(0)
+
     for round_, count in enumerate(([3, 2, 1, 0], [0, 2, 0, 1], [3, 0, 0, 4])):
         fed = max(count)
         new = block(round_, fed)
@@ -64,6 +64,7 @@ def test_commits_append_the_chosen_tokens_of_each_row_in_order() -> None:
         for row in range(BATCH):
             for node in chosen[row, : count[row]]:
                 rows[row].append([np.asarray(leaf)[row, :, node] for leaf in jax.tree.leaves(new)])
+
     assert cache.length.tolist() == [len(tokens) for tokens in rows]
     for row, tokens in enumerate(rows):
         for leaf, expected in zip(
@@ -86,6 +87,7 @@ def test_tokens_past_the_capacity_are_dropped_and_overwrite_nothing() -> None:
 def test_a_block_sees_what_is_committed_and_of_itself_what_its_mask_says() -> None:
     cache = commit(empty(), block(0, 3), [3, 2, 1, 0])
     mask = np.random.default_rng(0).random((BATCH, 4, 4)) < 0.5
+
     for block_mask in (mask, mask[:1]):
         seen = np.asarray(cache_mask(jnp.asarray(block_mask), cache.length, CAPACITY))
         for row, length in enumerate((3, 2, 1, 0)):

@@ -48,12 +48,14 @@ def test_draft_sampling_is_an_enum_or_its_word(head: LoadedDrafter) -> None:
     drafter: Any = head.drafter
     with tiny.unchecked():
         assert e3.drafters.NGram(2).with_topology(None, "greedy") == e3.drafters.NGram(2)
+
         for sampling in DraftSampling:
             for option in (sampling, sampling.value):
                 decoder = e3.SpeculativeDecoder(TARGET, head, draft_sampling=option)
                 assert decoder.loop.drafter == drafter.with_topology(None, option)
                 assert decoder.loop.drafter.draft_sampling is sampling
                 assert decoder.method.endswith(f"{sampling.value} draft sampling")
+
         for wrong in ("nonsense", 1, True, ""):
             message = f"draft_sampling is {wrong!r}; expected 'greedy' or 'probabilistic'"
             with pytest.raises(ValueError, match=message):
@@ -66,6 +68,7 @@ def test_generate_and_a_trace_give_the_same_result() -> None:
         inspect.signature(GenerationResult).parameters["lossless"].default
         is inspect.Parameter.empty
     )
+
     for rule in (None, e3.TypicalAcceptance()):
         decoder = e3.SpeculativeDecoder(TARGET, HEAD, verifier=rule)
         options = {"max_new_tokens": [4, 6], "sampling": SamplingParams(temperature=1.0), "seed": 3}
@@ -73,6 +76,7 @@ def test_generate_and_a_trace_give_the_same_result() -> None:
         traced = record(decoder, PROMPTS, **options).result
         assert generated.lossless is traced.lossless is (rule is None)
         assert generated.rows == traced.rows
+
         another_seed = decoder.generate(PROMPTS, **{**options, "seed": 4})
         assert another_seed.rows != generated.rows
         assert generated.rows[0] != generated.rows[1]
@@ -87,6 +91,7 @@ def test_the_rule_takes_one_sampling_for_all_rows(sampling_mode: SamplingMode) -
         parents=jnp.broadcast_to(jnp.array([-1, 0], jnp.int32), (3, 2)),
         valid=jnp.ones((3, 2), bool),
     )
+
     keys = jax.random.split(jax.random.key(0), 3)
     scalars = SamplingParams(temperature=0.9, top_k=5, top_p=0.8)
     per_row = SamplingParams(
@@ -94,6 +99,7 @@ def test_the_rule_takes_one_sampling_for_all_rows(sampling_mode: SamplingMode) -
         top_k=np.full(3, 5, np.int32),
         top_p=np.full(3, 0.8, np.float32),
     )
+
     for rule in (e3.Exact(), e3.BlockVerification(), e3.TypicalAcceptance()):
         expected = rule(draft, logits, scalars, keys, sampling_mode=sampling_mode, max_depth=1)
         assert tiny.same_bits(

@@ -27,20 +27,28 @@ OPTIMISED = {"xla_backend_optimization_level": 3}  # it runs for longer than it 
 
 
 def distribution_of_draw(p: np.ndarray) -> np.ndarray:
-    """Returns ``[V]`` in float64: the probability of each token if every uniform takes all its values equally often."""
+    """Returns ``[V]`` in float64: the probability of each token for uniforms that are uniform.
+
+    Every uniform takes all its values equally often.
+    """
     digits = num_digits(p.size)
     # Compiled here and now: a program of an earlier call would not know what has changed since.
     draws = jax.jit(
         lambda p, uniforms: jax.vmap(draw, in_axes=(None, 0))(p, uniforms),
         compiler_options=OPTIMISED,
     )
+
     mass = np.array([1.0])
-    reached = np.zeros((1, 0), int)  # for every prefix of digits the numerators that lead there
+    # For every prefix of digits the numerators that lead there.
+    reached = np.zeros((1, 0), int)
     for digit in range(digits):
         below = 64 ** (digits - digit - 1)
         prefixes = np.flatnonzero(mass)
-        first = prefixes[:, None] * 64 + np.arange(64)  # the digits that may follow, as numbers
-        # steps[i, j]: how many values of the uniform lead from prefix i to a digit of at most j
+        # The digits that may follow, as numbers.
+        first = prefixes[:, None] * 64 + np.arange(64)
+
+        # Bisection for steps[i, j]: how many values of the uniform lead from prefix i to a digit
+        # of at most j.
         low = np.zeros(first.shape, int)
         high = np.full(first.shape, VALUES)
         while (low < high).any():
@@ -54,8 +62,10 @@ def distribution_of_draw(p: np.ndarray) -> np.ndarray:
             low = np.where(inside & (low < high), middle + 1, low)
             high = np.where(inside, high, np.minimum(high, middle))
         assert (low[:, -1] == VALUES).all(), "a uniform leads out of the vocabulary"
+
         steps = np.concatenate([np.zeros_like(low[:, :1]), low], axis=1)
         middles = (steps[:, 1:] + steps[:, :-1]) // 2
+
         longer = np.zeros(len(mass) * 64)
         through = np.zeros((len(mass) * 64, digit + 1), int)
         longer[first] = mass[prefixes][:, None] * np.diff(steps, axis=1) / VALUES
@@ -63,6 +73,7 @@ def distribution_of_draw(p: np.ndarray) -> np.ndarray:
         through[first, digit] = middles
         mass = longer
         reached = through
+
     assert not mass[p.size :].any()
     return mass[: p.size]
 
@@ -87,6 +98,7 @@ def check_distribution_of_draw(name: str, size: int) -> float:
     p = (weights / weights.sum()).astype(np.float32)
     sampled = distribution_of_draw(p)
     exact = p.astype(np.float64) / p.astype(np.float64).sum()
+
     assert sampled.sum() == pytest.approx(1.0, abs=1e-12)
     assert not sampled[p == 0].any(), "a token without mass can be sampled"
     # Float32 sums and 24 bits end where a token has less than 2^-22 of the mass of its 64
@@ -95,6 +107,7 @@ def check_distribution_of_draw(name: str, size: int) -> float:
     assert (sampled[reachable] > 0).all(), (
         f"{int((sampled[reachable] == 0).sum())} tokens can never be sampled"
     )
+
     distance = float(np.abs(sampled - exact).sum() / 2)
     assert distance < TOLERANCE, f"{name}, {size} tokens: total variation {distance:.2g}"
     return distance
@@ -132,11 +145,15 @@ def test_uniforms_take_all_values_of_24_bits_below_one() -> None:
 
 
 def test_a_sampled_chain_is_sampled_from_the_distribution_that_it_declares() -> None:
-    """The chain is recomputed from its declared distribution and the rows' keys, at a vocabulary of three digits."""
+    """The chain is recomputed from the distribution that it declares and the keys of its rows.
+
+    Its vocabulary has three digits.
+    """
     batch = 256
     size = 5000
     temperature = 0.7
     logits = np.random.default_rng(0).normal(size=size).astype(np.float32) * 2
+
     level = Level(logits=jnp.broadcast_to(logits, (batch, 1, size)), carry=None, memory=None)
     inputs = DraftInputs(
         root=jnp.zeros(batch, jnp.int32),
@@ -147,11 +164,13 @@ def test_a_sampled_chain_is_sampled_from_the_distribution_that_it_declares() -> 
         keys=row_keys(5, batch),
         sampling=per_row(SamplingParams(temperature=temperature), batch),
     )
+
     draft, _ = sample_chain(Chain(1), inputs)
     q = draft.probs[:, 1]
     assert np.array_equal(
         draw(q, uniforms(row_keys(5, batch), num_digits(size))), draft.tokens[:, 1]
     )
+
     exact = np.exp(logits.astype(np.float64) / temperature)
     assert np.abs(q[0] - exact / exact.sum()).sum() / 2 < TOLERANCE
 

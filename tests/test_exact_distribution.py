@@ -31,7 +31,7 @@ Drafts = Callable[[tuple[int, ...]], Iterator[tuple[Fraction, Tree]]]
 
 
 def distribution(name: str, zeros: int = 0) -> Distribution:
-    """Returns a different distribution after every prefix; ``zeros`` of its entries have no mass."""
+    """Returns a different distribution for every prefix; ``zeros`` of its entries have no mass."""
 
     @functools.cache
     def after(prefix: tuple[int, ...]) -> list[Fraction]:
@@ -61,12 +61,14 @@ def proposed(
             tokens = (0, *below)
             declared = [[Fraction(0)] * VOCABULARY]
             mass = Fraction(1)
+
             for node in range(1, len(parents)):
                 context = tuple(tokens[n] for n in oracle.path_to(parents, parents[node]))
                 elders = {tokens[n] for n in oracle.children(parents, parents[node]) if n < node}
                 sampled_row, declared_row = rows(q((*prefix, *context)), elders)
                 mass *= sampled_row[tokens[node]]
                 declared.append(declared_row)
+
             if mass:
                 yield mass, Tree(tokens, parents, declared, [True] * len(parents))
 
@@ -74,14 +76,14 @@ def proposed(
 
 
 def sampled(q: Distribution, parents: tuple[int, ...]) -> Drafts:
-    """Samples every node from ``q`` after its parent, siblings independently, as SpecInfer proposes."""
+    """Samples every node from ``q`` after its parent, siblings independently, as SpecInfer does."""
     return proposed(q, parents, lambda q_row, elders: (q_row, q_row))
 
 
 def without_replacement(
     q: Distribution, parents: tuple[int, ...], declares: Callable[[Row, Row], Row]
 ) -> Drafts:
-    """Samples siblings one after the other without replacement, as EAGLE-1 proposes at a temperature.
+    """Samples siblings one by one without replacement, as EAGLE-1 proposes at a temperature.
 
     ``declares`` gets ``q`` and what remains of it after the elder siblings. The output is exact if
     it returns the second.
@@ -102,7 +104,10 @@ def without_replacement(
 def deterministic(
     q: Distribution, parents: tuple[int, ...], valid: tuple[bool, ...] | None = None
 ) -> Drafts:
-    """Proposes the likeliest tokens after each parent, siblings by rank, as EAGLE, Medusa and prompt lookup do."""
+    """Proposes the likeliest tokens after each parent, siblings by rank.
+
+    EAGLE, Medusa and prompt lookup do that.
+    """
 
     def drafts(prefix: tuple[int, ...]) -> Iterator[tuple[Fraction, Tree]]:
         tokens = [0]
@@ -158,7 +163,10 @@ def distribution_of_the_code(
     rule: Callable = verify,
     cells: Callable = oracle.cells,
 ) -> Callable[[tuple[int, ...]], oracle.TextDistribution]:
-    """Returns what one round emits after each prefix; the library's rule decides in every box of the published one."""
+    """Returns what one round emits after each prefix.
+
+    The library's rule decides in every box of the published one.
+    """
     rows = []
     prefixes = [
         x for size in range(horizon) for x in itertools.product(range(VOCABULARY), repeat=size)
@@ -191,11 +199,13 @@ def distribution_of_the_code(
     def emitted(where: float) -> list[tuple[int, ...]]:
         """Returns the code's decision at one point of every box."""
         inside = lambda interval: float(interval[0] + (interval[1] - interval[0]) * Fraction(where))
+
         nodes = range(draft.tokens.shape[1])
         accept = [
             [inside(cell.accept.get(node, (0, 1))) for node in nodes] for _, _, _, _, cell in rows
         ]
         choose = [inside(cell.choose) for _, _, _, _, cell in rows]
+
         verdict = rule(
             draft,
             probs,
@@ -203,10 +213,12 @@ def distribution_of_the_code(
             choose=jnp.array(np.array(choose, np.float32))[:, None],
             max_depth=depth,
         )
+
         path, count, following = (
             np.asarray(x) for x in (verdict.path, verdict.num_accepted, verdict.next_token)
         )
         assert ((path >= 0).sum(1) == count).all()
+
         tokens = [
             [tree.tokens[n] for n in path[i] if n >= 0] for i, (_, _, tree, _, _) in enumerate(rows)
         ]
@@ -245,7 +257,7 @@ def test_the_boxes_of_the_rule_fill_the_cube() -> None:
 
 
 def test_siblings_that_declare_another_distribution_change_the_output() -> None:
-    """Two likely mistakes: ``q`` with the mass of elder siblings, and the likeliest tokens with their real ``q``."""
+    """Two mistakes: ``q`` with the mass of elder siblings, and the likeliest tokens with ``q``."""
 
     def likeliest(prefix: tuple[int, ...]) -> Iterator[tuple[Fraction, Tree]]:
         for mass, tree in deterministic(Q, TREE)(prefix):

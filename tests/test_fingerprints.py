@@ -73,11 +73,13 @@ def test_the_programs_are_the_recorded_ones(pytestconfig: pytest.Config) -> None
             encoding="utf-8",
         )
         return
+
     if RECORD["jax"] != jax.__version__:
         pytest.skip(
             f"the hashes are of programs that jax {RECORD['jax']} lowered; this is jax"
             f" {jax.__version__}"
         )
+
     assert set(PROGRAMS) == set(RECORD["programs"])
     changed = [name for name in PROGRAMS if fingerprint(name) != RECORD["programs"][name]]
     assert not changed, "if that is meant: pytest tests/test_fingerprints.py --record-fingerprints"

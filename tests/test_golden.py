@@ -37,7 +37,10 @@ def pair(recorder: str, head: str = "eagle3") -> tuple[LoadedTarget, LoadedDraft
 
 
 def parents_of(tree_mask: list[str]) -> list[int]:
-    """Returns the parent of every node, its deepest proper ancestor; the official code stores only the mask."""
+    """Returns the parent of every node, its deepest proper ancestor.
+
+    The official code stores only the mask.
+    """
     parents = [-1]
     for node, row in enumerate(tree_mask[1:], 1):
         ancestors = [seen for seen in range(node) if row[seen] == "1"]
@@ -48,17 +51,15 @@ def parents_of(tree_mask: list[str]) -> list[int]:
 def check_official_trace(head: str, trace: str, rounds: int | None = None) -> None:
     target, drafter = pair("official", head)
     recorded = tiny.golden_trace(f"official/{trace}.json")
-    assert (
-        DynamicTree(
-            num_nodes=recorded["total_token"],
-            max_depth=recorded["depth"] + 1,
-            top_k=recorded["top_k"],
-        )
-        == TREE
+    recorded_tree = DynamicTree(
+        num_nodes=recorded["total_token"], max_depth=recorded["depth"] + 1, top_k=recorded["top_k"]
     )
+    assert recorded_tree == TREE
+
     decoder = SpeculativeDecoder(target, drafter, tree=TREE, stop_tokens=())
     # The official code keeps the last token that the target chose to itself.
     new_tokens = len(recorded["output"]) - len(recorded["prompt"]) + 1
+
     played = 0
     for ours, theirs in zip(
         decoder.rounds(recorded["prompt"], max_new_tokens=new_tokens),
@@ -68,19 +69,20 @@ def check_official_trace(head: str, trace: str, rounds: int | None = None) -> No
         assert ours.draft.tokens[0].tolist() == theirs["draft_tokens"], f"tokens of round {played}"
         parents = theirs.get("parents") or parents_of(theirs["tree_mask"])
         assert ours.draft.parents[0].tolist() == parents, f"parents of round {played}"
-        assert (np.asarray(ours.positions[0]) - theirs["input_len"]).tolist() == theirs[
-            "tree_position_ids"
-        ]
-        assert int(ours.verdict.num_accepted[0]) == theirs["accept"], (
-            f"acceptance in round {played}"
-        )
+        depths = (np.asarray(ours.positions[0]) - theirs["input_len"]).tolist()
+        assert depths == theirs["tree_position_ids"]
+        accepted = int(ours.verdict.num_accepted[0])
+        assert accepted == theirs["accept"], f"acceptance in round {played}"
+
         played += 1
         if played == rounds:
             return
+
         length = int(ours.state.length[0])
         output = recorded["output"]
         text = ours.state.tokens[0, :length].tolist()
         assert text[: len(output)] == output[:length]
+
     assert played == len(recorded["rounds"])
 
 
@@ -121,16 +123,18 @@ def vllm_decoder() -> tuple[SpeculativeDecoder, dict[str, Any]]:
 
 
 def check_vllm_counters(requests: int = 4) -> None:
-    """Compares requests in ragged batches of four: tokens, and the drafted and accepted tokens of each request."""
+    """Compares requests in ragged batches of four: tokens, and each request's counts of drafts."""
     decoder, recorded = vllm_decoder()
     results = []
     drafted = recorded["num_speculative_tokens"]
+
     for start in range(0, requests, 4):
         batch = recorded["requests"][start : start + 4]
         result = decoder.generate(
             [request["prompt"] for request in batch], max_new_tokens=recorded["max_new_tokens"]
         )
         assert result.tokens == [request["output"] for request in batch]
+
         for row, request in zip(result.rows, batch, strict=True):
             assert int(row.stats.num_accepted_tokens) == sum(request["per_step_accepted"])
             assert int(row.stats.num_draft_tokens) == sum(request["per_step_drafted"])
@@ -141,6 +145,7 @@ def check_vllm_counters(requests: int = 4) -> None:
             ]
             assert row.stats.num_accepted_tokens_per_pos.tolist() == reached
         results.append(result.stats)
+
     if requests == len(recorded["requests"]):
         counters = {
             f"spec_decode_{name}": value

@@ -62,9 +62,8 @@ LEDGER = {
     ),
     "verifiers.simulated.__call__": ("how many tokens simulated acceptance takes", "n, 1, 0", "1"),
 }
-Use = tuple[
-    str, tuple[int, ...], int
-]  # the function, the row and the numbers folded into its key, the uniforms
+# The function, the row with the numbers folded into its key, and the number of uniforms.
+Use = tuple[str, tuple[int, ...], int]
 
 
 def use(who: str, row: int, length: int, sizes: dict[str, int]) -> Use:
@@ -115,7 +114,7 @@ def words(key: Any) -> bytes:
 
 @contextlib.contextmanager
 def recorded(keys: jax.Array) -> Iterator[Ledger]:
-    """Records every random number, from `uniforms` or elsewhere, of programs that are compiled inside this context."""
+    """Records the random numbers of programs compiled in this context, of `uniforms` or not."""
     ledger = Ledger(keys)
     fold_in = jax.random.fold_in
     bits = jax.random.bits
@@ -144,16 +143,9 @@ def recorded(keys: jax.Array) -> Iterator[Ledger]:
         return noted
 
     samplers = (
-        "uniform",
-        "normal",
-        "categorical",
-        "gumbel",
-        "bernoulli",
-        "randint",
-        "choice",
-        "exponential",
-        "split",
-    )
+        "uniform", "normal", "categorical", "gumbel", "bernoulli", "randint", "choice",
+        "exponential", "split"
+    )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.random, "fold_in", folding)
         patch.setattr(jax.random, "bits", drawing)
@@ -168,7 +160,8 @@ def caller() -> str:
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(LIBRARY) and path.name not in ("sampling.py", "kernels.py"):
-            return f"{'.'.join(path.relative_to(LIBRARY).with_suffix('').parts)}.{frame.f_code.co_name}"
+            module = ".".join(path.relative_to(LIBRARY).with_suffix("").parts)
+            return f"{module}.{frame.f_code.co_name}"
         frame = frame.f_back
     return "a caller outside the library"
 
@@ -228,30 +221,32 @@ def test_every_key_is_used_once_and_as_documented_with(name: str) -> None:
     """A prefill and some rounds draw the numbers of the ledger, and use no key twice."""
     drafter, options, drawing, sizes = CASES[name]
     decoder = SpeculativeDecoder(WORLD.target, drafter(), stop_tokens=(), **options)
+
     loop = dataclasses.replace(decoder.loop, sampling_mode=SamplingMode.TEMPERATURE)
-    sizes = {
-        "N": loop.drafter.num_nodes,
-        "K": loop.drafter.max_depth,
-        "U": DIGITS,
-        "W": DIGITS,
-    } | sizes
+    shape = {"N": loop.drafter.num_nodes, "K": loop.drafter.max_depth}
+    sizes = shape | {"U": DIGITS, "W": DIGITS} | sizes
+
     batch = tiny.prompts(PROMPTS, limit=99, sampling=SamplingParams(temperature=0.9), seed=7)
+
     steps: dict[Any, Any] = {}
     with recorded(batch.keys) as ledger:
         state = jax.jit(functools.partial(loop.prefill, capacity=64))(decoder.params, batch)
         expected = [
             use("loop._choose_first", row, len(prompt), sizes) for row, prompt in enumerate(PROMPTS)
         ]
+
         for _ in range(ROUNDS):
             for row, length in enumerate(np.asarray(state.length).tolist()):
                 expected += [
                     use(who, row, length, sizes)
                     for who in ("acceptance.verification_uniforms", *drawing)
                 ]
+
             stage = loop.at(state)  # of a schedule; otherwise the loop itself
             step = lambda params, state, stage=stage: stage.step(params, state).state
             compiled = steps.setdefault(stage, jax.jit(step))
             state = compiled(decoder.params, state)
+
         assert np.asarray(state.running).all()
         judged(name, ledger, expected)
 

@@ -22,7 +22,7 @@ PARENTS = (-1, 0, 0, 1, 2)
 
 @dataclasses.dataclass(frozen=True)
 class Watching(FixedTree):
-    """Drafts the tokens 1, 2, ...; its last node is invalid. Its state keeps the last observation."""
+    """Drafts the tokens 1, 2, ..., of which the last is invalid, and keeps the last observation."""
 
     parents: tuple[int, ...] = PARENTS
     num_likeliest: int = 3
@@ -42,17 +42,20 @@ class Watching(FixedTree):
 
 @pytest.mark.parametrize("in_a_fallback", [False, True])
 def test_every_verified_node_has_the_targets_most_likely_tokens(in_a_fallback: bool) -> None:
-    """Compares with a forward pass over the text that ends at each node, rejected nodes included."""
+    """Compares with a forward pass over the text that ends at each node, refused nodes included."""
     drafter = Fallback(Watching(), NGram(4)) if in_a_fallback else Watching()
     texts = [[5, 6, 7], [3, 3], [9, 1, 4]]
     limits = [8, 8, 1]  # the last row has finished after the prefill
+
     loop, params = tiny.bind(TARGET, LoadedDrafter(drafter, None))
     state = loops.prefill(loop, params, tiny.prompts(texts, limit=limits), capacity=32)
+
     roots = np.asarray(state.tokens)[np.arange(3), np.asarray(state.length) - 1]
     after = loops.step(loop, params, state).state.drafter
     drafted, likeliest = jax.device_get((after[0] if in_a_fallback else after)[1])
     assert (drafted[2] == -1).all()
     assert (drafted[:, 4] == -1).all()
+
     paths = ([], [1], [2], [1, 3])
     for row, text in enumerate(texts[:2]):
         for node, path in enumerate(paths):

@@ -33,18 +33,16 @@ def host_calls(jaxpr: Any) -> set[str]:
     """Returns the primitives that call the host, in a jaxpr and everything inside it."""
     primitives = set()
     for equation in jaxpr.eqns:
-        if "callback" in equation.primitive.name or equation.primitive.name in (
-            "infeed",
-            "outfeed",
-            "debug_print",
-        ):
-            primitives.add(equation.primitive.name)
-        for inner in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-        ):
+        name = equation.primitive.name
+        if "callback" in name or name in ("infeed", "outfeed", "debug_print"):
+            primitives.add(name)
+
+        values = list(equation.params.values())
+        for inner in jax.tree.leaves(values, is_leaf=lambda x: hasattr(x, "eqns")):
             inner = getattr(inner, "jaxpr", inner)
             if hasattr(inner, "eqns"):
                 primitives |= host_calls(inner)
+
     return primitives
 
 
@@ -111,7 +109,7 @@ def test_prompts_at_the_edge_of_a_bucket_are_decoded_alike(length: int) -> None:
 
 
 def lowered(function: Any, *args: Any, **static: Any) -> Any:
-    """Lowers a function without shape checks, because structures then hold descriptions of arrays."""
+    """Lowers a function without shape checks: structures then hold descriptions of arrays."""
     with tiny.unchecked():
         return function.lower(*args, **static)
 
@@ -126,12 +124,14 @@ def test_caches_are_updated_in_place(function: Any) -> None:
     loop, params = tiny.bind(TARGET, tiny.eagle3(TARGET, TREE))
     state = loops.prefill(loop, params, tiny.prompts(PROMPTS, limit=8), capacity=4096)
     caches = sum(leaf.nbytes for leaf in jax.tree.leaves((state.cache, state.drafter)))
+
     aliased, temporary = memory(function, state, loop, params)
     assert aliased >= caches
     # Attention scores span the capacity (heads x nodes floats a slot, as much for weights); the
     # caches are not copied.
     scores = 4 * len(PROMPTS) * 4096 * 4 * TREE.num_nodes
     assert temporary < 4 * scores
+
     method = getattr(SpeculativeLoop, function.__name__)
     undonated = jax.jit(lambda loop, params, state: method(loop, params, state), static_argnums=0)
     assert memory(undonated, state, loop, params)[0] < caches, "the check can fail"
@@ -140,15 +140,20 @@ def test_caches_are_updated_in_place(function: Any) -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("name", ["plain", "chain", "tree", "fallback"])
 def test_no_cache_is_copied_inside_the_loop(name: str, batch: int) -> None:
-    """Memory analysis sees the arguments and results of a program, and cannot show copies in every round of a loop."""
+    """The program has no copy of a cache.
+
+    Memory analysis sees arguments and results, not copies in every round of a loop.
+    """
     drafter = {
         "plain": LoadedDrafter(Plain()),
         "chain": tiny.eagle3(TARGET, Chain(3)),
         "tree": tiny.eagle3(TARGET, TREE),
         "fallback": Fallback.of(NGram(3), tiny.eagle3(TARGET, Chain(3))),
     }[name]
+
     loop, params = tiny.bind(TARGET, drafter)
     state = loops.prefill(loop, params, tiny.prompts(PROMPTS[:1] * batch, limit=8), capacity=1024)
+
     program = lowered(loops.run, loop, params, state).compile().as_text()
     buffer = ",".join(map(str, state.cache.layers[0].keys.shape))
     assert re.search(rf"f32\[{buffer}\]\S* parameter\(", program), (
@@ -196,12 +201,10 @@ def test_a_single_token_needs_no_round() -> None:
 def test_a_row_ends_where_the_target_has_no_more_positions(limit: int) -> None:
     target = tiny.target(13, max_positions=20)
     prompt = [5, 6] * 8
+    decoder = SpeculativeDecoder(target, tiny.eagle3(target, TREE))
     with tiny.unchecked():
-        row = (
-            SpeculativeDecoder(target, tiny.eagle3(target, TREE))
-            .generate(prompt, max_new_tokens=limit)
-            .rows[0]
-        )
+        row = decoder.generate(prompt, max_new_tokens=limit).rows[0]
+
     assert row.finish_reason is FinishReason.CAPACITY
     assert len(row.tokens) == 4
     assert row.tokens == SpeculativeDecoder(TARGET).generate(prompt, max_new_tokens=4).tokens[0]
@@ -215,10 +218,12 @@ def test_caches_hold_exactly_what_has_been_run_after_every_round() -> None:
         length = np.asarray(state.length)
         assert np.array_equal(state.cache.length, length - 1)
         assert np.array_equal(state.drafter.cache.length, length - 1)
+
         for row in np.flatnonzero(~np.asarray(state.running)):
             assert finished_at.setdefault(int(row), int(length[row])) == length[row], (
                 "a finished row moved"
             )
+
     assert len(finished_at) == len(PROMPTS)
 
 
@@ -325,12 +330,14 @@ def test_counters_count_what_was_accepted_before_a_limit_cut_it() -> None:
 def test_merged_statistics_sum_counters_and_never_average_rates() -> None:
     names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
     counters = (10, 20, 15, [9, 6]), (1, 2, 0, [0, 0])
+
     merged = SpeculationStats.merge(
         [
             SpeculationStats(**dict(zip(names, map(np.array, values), strict=True)))
             for values in counters
         ]
     )
+
     assert merged.to_json()["num_drafts"] == 11
     assert merged.mean_acceptance_length == pytest.approx(1 + 15 / 11)
     assert merged.draft_acceptance_rate == pytest.approx(15 / 22)
@@ -353,12 +360,15 @@ def test_seeds_decide_and_decide_alone() -> None:
 def test_drafting_by_sampling_is_chosen_where_there_is_something_to_draw_from() -> None:
     head = tiny.eagle3(TARGET, TREE)
     sampled = DraftSampling.PROBABILISTIC
+
     chosen = SpeculativeDecoder(
         TARGET, head, num_speculative_tokens=2, draft_sampling=sampled
     ).loop.drafter
     assert chosen.topology == Chain(2)
     assert chosen.draft_sampling == sampled
+
     assert SpeculativeDecoder(TARGET, LoadedDrafter(chosen, head.params)).loop.drafter is chosen
+
     back = SpeculativeDecoder(
         TARGET, LoadedDrafter(chosen), tree=TREE, draft_sampling=DraftSampling.GREEDY
     )

@@ -1,4 +1,4 @@
-"""examples/nano_eagle3.py, a decoder in one separate file, gives the tokens and counts of the library."""
+"""examples/nano_eagle3.py, a decoder in one file, gives the tokens and counts of the library."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ def check_equal(directory: Path, shape: str, temperature: float, prompts: list[l
     small, drafted = SHAPES[shape]
     with tiny.unchecked():
         decoder = e3.SpeculativeDecoder(target, drafter if drafted else None, **drafted)
+
     w, config = nano.load(directory / "target")
     head, of_head = nano.load(directory / "eagle3")
     config = config._replace(head_theta=of_head.theta)
+
     for seed, prompt in enumerate(prompts):
         with tiny.unchecked():
             request = {
@@ -41,14 +43,16 @@ def check_equal(directory: Path, shape: str, temperature: float, prompts: list[l
                 "seed": seed,
             }
             row = decoder.generate(prompt, **request).rows[0]
+
         options = {
             "config": config,
             "shape": small,
             "max_new_tokens": 48,
             "temperature": temperature,
         }
-        with jax.numpy_dtype_promotion("standard"):
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             state = nano.generate(w, head, jnp.array(prompt), seed, **options)
+
         assert np.asarray(state.text)[len(prompt) : int(state.length)].tolist() == row.tokens
         if drafted:
             assert int(state.rounds) == int(row.stats.num_drafts)

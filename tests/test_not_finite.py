@@ -89,11 +89,13 @@ def test_a_greedy_row_ends_where_there_is_no_distribution(name: str, value: floa
     decoder = poisoned(name, token, value)
     prompts = [*PROMPTS, [token]]
     result = decoder.generate(prompts, max_new_tokens=24)
+
     for row, prompt, text in zip(result.rows, prompts, [*TEXTS, []], strict=True):
         expected = [] if prompt[-1] == token else cut(text, token)
         ended = FinishReason.NOT_FINITE if len(expected) < 24 else FinishReason.LENGTH
         assert row.tokens == expected
         assert row.finish_reason == ended
+
     chunks = list(decoder.stream(PROMPTS[0], max_new_tokens=24))
     assert [token for chunk in chunks for token in chunk.tokens] == result.rows[0].tokens
     assert chunks[-1].finish_reason is result.rows[0].finish_reason
@@ -118,11 +120,13 @@ def test_the_command_line_says_so(tmp_path: Path, cli: Any) -> None:
         {},
         {"model__norm__weight": np.full(32, np.nan, np.float32)},
     )
+
     arguments = ("generate", "--target", target, "--drafter", "none", "--prompt-ids", "[1, 2]")
     code, out, _ = cli(*arguments, "--json")
     assert code == 0
     row = json.loads(out)
     assert row.items() >= {"finish_reason": "not_finite", "token_ids": []}.items()
+
     code, out, _ = cli(*arguments)
     assert code == 0
     assert (

@@ -1,4 +1,4 @@
-"""A prefill in parts gives the state of one forward pass, bit for bit, in memory that does not grow with rows."""
+"""A prefill in parts gives the state of one forward pass, bit for bit, in bounded memory."""
 
 from __future__ import annotations
 
@@ -90,9 +90,11 @@ def test_a_prefill_in_parts_is_the_prefill_in_bfloat16(
 ) -> None:
     at_once, parts = _at_once_and_in_parts(family, "bfloat16", monkeypatch)
     differ = _differ(at_once, parts)
+
     if family != "gpt_oss":
         assert differ == []
         return
+
     # What reads its last layer differs by up to 2⁻⁷ of 3.9, half a unit in the last place of the
     # largest: which roundings between two operations XLA leaves out depends on what it fuses. Where
     # it leaves out none (xla_allow_excess_precision=false), nothing differs.
@@ -101,6 +103,7 @@ def test_a_prefill_in_parts_is_the_prefill_in_bfloat16(
         ".drafter.cache.layers[0].values",
         ".drafter.output",
     }
+
     for expected, in_parts in zip(
         *map(jax.tree.leaves, (at_once.drafter, parts.drafter)), strict=True
     ):
@@ -123,6 +126,7 @@ def test_groups_divide_the_batch_and_keep_to_the_limits() -> None:
                 or rows * tokens <= groups.FEWEST_TOKENS
             )
         assert rows * tokens <= groups.TOKENS or rows == 1
+
     assert groups.rows_per_group(64, 2048, 4096) == 4
     assert groups.rows_per_group(64, 128, 4096) == 64
 

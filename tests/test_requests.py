@@ -35,24 +35,28 @@ def test_log_probabilities_are_those_of_a_forced_scoring(
 ) -> None:
     decoder = e3.SpeculativeDecoder(TARGET, **DRAFTS[draft])
     result = decoder.generate(PROMPTS, max_new_tokens=[20, 9, 14], sampling=sampling, logprobs=3)
+
     texts = tiny.padded([row.prompt_tokens + row.tokens for row in result.rows])
     logits, _ = tiny.forward(TARGET.model, TARGET.params, jnp.asarray(texts))
+
     for row, text_scores in zip(result.rows, np.asarray(jax.nn.log_softmax(logits)), strict=True):
         scores = text_scores[len(row.prompt_tokens) - 1 :][: len(row.tokens)]
         assert row.logprobs is not None
         assert len(row.logprobs) == len(row.tokens)
+
         for entry, token, score in zip(row.logprobs, row.tokens, scores, strict=True):
             assert entry.logprob == pytest.approx(score[token], abs=1e-4)
             ids, values = zip(*entry.top, strict=True)
             assert values == pytest.approx(np.sort(score)[::-1][:3], abs=1e-4)
             assert values == pytest.approx(score[list(ids)], abs=1e-4)
+
     unasked = decoder.generate(PROMPTS, max_new_tokens=[20, 9, 14], sampling=sampling)
     assert unasked.tokens == result.tokens
     assert unasked.rows[0].logprobs is None
 
 
 def test_the_likeliest_tokens_are_ranked_by_logits() -> None:
-    """The log-probabilities of the tokens 1 and 3 are equal in float32, and their logits are not."""
+    """The log-probabilities of the tokens 1 and 3 are equal in float32; their logits differ."""
     logits = np.full((1, 1, 100_000), 1.0, np.float32)
     logits[..., 3] = 1.0 + 2**-23
     logits[..., 1] = 1.0 + 2**-22
@@ -92,8 +96,10 @@ def test_a_stop_text_ends_a_row_where_it_begins(shipped: e3.LoadedTarget, drafte
     decoder = e3.SpeculativeDecoder(shipped, drafter)
     prompts = ["def add(a, b):\n", "class Queue:\n"]
     uncut = decoder.generate(prompts, max_new_tokens=48)
+
     stop = [(uncut.texts[0] or "")[20:23], "\0never"]
     cut = decoder.generate(prompts, max_new_tokens=48, stop=stop)
+
     for row, full in zip(cut.rows, uncut.rows, strict=True):
         assert row.text is not None
         assert full.text is not None
@@ -103,10 +109,12 @@ def test_a_stop_text_ends_a_row_where_it_begins(shipped: e3.LoadedTarget, drafte
             assert row.finish_reason is full.finish_reason
             assert row.tokens == full.tokens
             continue
+
         assert row.finish_reason is e3.FinishReason.STOP
         decoded = [decoder.target.tokenizer.decode(row.tokens[:end]) for end in (-1, None)]  # type: ignore[union-attr]
         assert stop[0] not in decoded[0]
         assert stop[0] in decoded[1]
+
     assert decoder.generate(prompts[:1], max_new_tokens=48, stop=stop[0]).texts == cut.texts[:1]
     listed = decoder.generate(prompts, max_new_tokens=48, stop=[[], stop])
     assert listed.texts == [uncut.texts[0], cut.texts[1]]

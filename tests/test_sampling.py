@@ -63,9 +63,8 @@ def test_probabilities_are_those_of_transformers(tied: bool) -> None:
         if top_p < 1:
             scores = warpers.TopPLogitsWarper(top_p)(None, scores)
         theirs = torch.softmax(scores, -1).numpy()
-        if (
-            tied and top_p < 1
-        ):  # which of several equal tokens falls at the edge of top-p is their sort's choice
+        # Which of several equal tokens falls at the edge of top-p is their sort's choice.
+        if tied and top_p < 1:
             np.testing.assert_allclose(np.sort(ours[row]), np.sort(theirs), atol=2e-6)
         else:
             np.testing.assert_allclose(ours[row], theirs, atol=2e-6)
@@ -83,15 +82,18 @@ def test_the_largest_of_pieces_is_the_largest(size: int, monkeypatch: pytest.Mon
     """As in numpy, the first of equal values wins, and a NaN wins over all. GPUs use this form."""
     monkeypatch.setattr(kernels, "_ONE_KERNEL", 64)
     rows = np.random.default_rng(size).integers(-4, 4, (6, size)).astype(np.float32)
-    # no distribution, and nothing but ties
+    # No distribution, and nothing but ties.
     rows[1] = -np.inf
     rows[2] = 3.0
     rows[3, size // 2 :] = np.nan
     rows[4, -1] = 9.0
+
     largest = kernels._largest_of_pieces(jnp.asarray(rows))
     np.testing.assert_array_equal(largest.index, rows.argmax(axis=-1))
     np.testing.assert_array_equal(largest.value, rows.max(axis=-1))
-    real = np.delete(rows, 3, axis=0)  # CPUs do not say where a NaN is
+
+    # CPUs do not say where a NaN is.
+    real = np.delete(rows, 3, axis=0)
     np.testing.assert_array_equal(
         kernels.largest(jnp.asarray(real)), (real.max(axis=-1), real.argmax(axis=-1))
     )

@@ -31,7 +31,7 @@ from eagle3_jax.types import DraftSampling, SamplingMode, SamplingParams
 
 pytestmark = pytest.mark.core
 
-# the horizon holds the first token, three accepted drafts and their bonus
+# The horizon holds the first token, three accepted drafts and their bonus.
 VOCABULARY = 4
 HORIZON = 5
 ALPHA = 1e-6
@@ -63,9 +63,10 @@ DRAFTERS = {
     "n-grams": lambda: LoadedDrafter(NGram(3)),
     "an EAGLE-3 chain of 1": lambda: tiny.eagle3(TARGET, Chain(1)),
     "an EAGLE-3 chain of 3": lambda: tiny.eagle3(TARGET, Chain(3)),
+    # Its draft ids are 0, 2 and 3.
     "a sampled EAGLE-3 chain": lambda: tiny.eagle3(
         TARGET, Chain(3), seed=2, draft_vocab_size=3, draft_sampling=DraftSampling.PROBABILISTIC
-    ),  # draft ids 0, 2, 3
+    ),
     "n-grams, else a sampled EAGLE-3 chain": lambda: Fallback.of(
         NGram(2, min_ngram=2), DRAFTERS["a sampled EAGLE-3 chain"]()
     ),
@@ -80,7 +81,10 @@ DRAFTERS = {
 
 @functools.cache
 def logits_after(prompt: tuple[int, ...]) -> dict[tuple[int, ...], list[float]]:
-    """Returns the target's logits after every continuation below the horizon, by one forward pass without a cache."""
+    """Returns the target's logits after every continuation below the horizon.
+
+    One forward pass, without a cache.
+    """
     rows = list(itertools.product(range(VOCABULARY), repeat=HORIZON - 1))
     tokens = jnp.array([(*prompt, *row) for row in rows], jnp.int32)
     logits = np.asarray(tiny.forward(TARGET.model, TARGET.params, tokens)[0], np.float64)
@@ -101,11 +105,15 @@ def exact_distribution(
 
 
 def chi_square(counts: Counter, distribution: oracle.TextDistribution) -> tuple[float, str]:
-    """Returns the p-value and a message for a failure. Cells that expect fewer than ten are counted as one."""
+    """Returns the p-value and a message for a failure.
+
+    Cells that expect fewer than ten are counted as one.
+    """
     total = sum(counts.values())
     impossible = {cell: count for cell, count in counts.items() if distribution.get(cell, 0) == 0}
     if impossible:
         return 0.0, f"sequences that the target cannot write: {impossible}"
+
     ranked = sorted(distribution, key=lambda cell: -distribution[cell])
     large = [cell for cell in ranked if total * distribution[cell] >= 10]
     observed = [counts[cell] for cell in large]
@@ -116,34 +124,38 @@ def chi_square(counts: Counter, distribution: oracle.TextDistribution) -> tuple[
         if expected[-1] < 10 and len(expected) > 1:
             observed[-2:] = [sum(observed[-2:])]
             expected[-2:] = [sum(expected[-2:])]
+
     statistic = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
     p_value = float(chi2.sf(statistic, len(expected) - 1)) if len(expected) > 1 else 1.0
+
     distance = oracle.total_variation(
         {cell: count / total for cell, count in counts.items()}, distribution
     )
     slack = math.sqrt((len(distribution) * math.log(2) + math.log(1 / ALPHA)) / (2 * total))
-    return (
-        p_value,
-        (
-            f"chi-square {statistic:.1f} on {len(expected) - 1} degrees, p {p_value:.2g}; total"
-            f" variation {distance:.4f} seen in {total} sequences, below {distance + slack:.4f}"
-            " with 1 - 1e-6"
-        ),
+
+    report = (
+        f"chi-square {statistic:.1f} on {len(expected) - 1} degrees, p {p_value:.2g}; total"
+        f" variation {distance:.4f} seen in {total} sequences, below {distance + slack:.4f}"
+        " with 1 - 1e-6"
     )
+    return p_value, report
 
 
 def check_sampling_distribution(name: str, *, runs: int, stops: tuple[int, ...] = ()) -> None:
     owners = [setting for setting in SETTINGS for _ in range(ROWS_PER_SETTING)]
     rows = [PROMPTS[SETTINGS.index(setting) % len(PROMPTS)] for setting in owners]
     batch = tiny.prompts(rows, limit=HORIZON, sampling=tiny.sampling_of(owners), stop_tokens=stops)
+
     loop, params = tiny.bind(TARGET, DRAFTERS[name](), sampling_mode=SamplingMode.TRUNCATED)
     capacity = max(map(len, PROMPTS)) + HORIZON + loop.drafter.num_nodes
+
     counts = {setting: Counter() for setting in SETTINGS}
     for run in range(runs):
         fresh = batch.replace(keys=row_keys(run, len(rows)))
         outcome = jax.device_get(loops.generate(loop, params, fresh, capacity=capacity))
         for setting, tokens in zip(owners, tiny.outputs(outcome, batch), strict=True):
             counts[setting][tuple(tokens)] += 1
+
     for index, setting in enumerate(SETTINGS):
         p_value, report = chi_square(
             counts[setting], exact_distribution(setting, PROMPTS[index % len(PROMPTS)], stops)
@@ -161,7 +173,7 @@ def test_sequences_that_end_at_a_stop_token_follow_the_target_distribution() -> 
 
 
 def test_rows_do_not_repeat_each_others_randomness() -> None:
-    """A key shared by rows, or by the first token and a later one, would make texts repeat too often."""
+    """Rows share no key, nor the first token and a later one: texts would repeat too often."""
     drafter = DRAFTERS["an EAGLE-3 chain of 3"]()
     rows = [list(PROMPTS[0])] * 2000
     batch = tiny.prompts(rows, limit=HORIZON, sampling=SamplingParams(temperature=1.5))
@@ -193,7 +205,7 @@ ALONE = {
 def test_a_batch_that_truncates_in_one_way_only_follows_the_target_distribution(
     name: str, drafter: str
 ) -> None:
-    """The decoder chooses the sampling mode from the batch; here every row truncates in the same way."""
+    """The decoder chooses the sampling mode from the batch; here every row truncates alike."""
     temperature, top_k, top_p = ALONE[name]
     decoder = SpeculativeDecoder(TARGET, DRAFTERS[drafter](), stop_tokens=())
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
@@ -207,7 +219,10 @@ def test_a_batch_that_truncates_in_one_way_only_follows_the_target_distribution(
 
 
 def test_top_p_keeps_no_token_behind_a_set_of_exactly_that_mass() -> None:
-    """A set with exactly the mass of top-p is enough. Masses are equal powers of two, so every sum is exact."""
+    """A set with exactly the mass of top-p is enough.
+
+    Masses are equal powers of two, so every sum is exact.
+    """
     size = 8
     counts = np.arange(1, size)
     rows = tiny.sampling_of([(1.0, 0, count / size) for count in counts])

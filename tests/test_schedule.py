@@ -1,4 +1,4 @@
-"""Draft lengths by batch size: vLLM's format, exact output through every change of length, one program."""
+"""Draft lengths by batch size: vLLM's format, exact output through every change, one program."""
 
 from __future__ import annotations
 
@@ -95,11 +95,12 @@ def test_the_length_of_every_round_is_what_the_schedule_says(target):
 
 
 def test_the_head_takes_in_every_token_while_it_is_silent(target):
-    """After plain rounds the head has the same state, and so the same draft, as if it had drafted in every round."""
+    """After plain rounds the head has the state, and so the draft, of one that never was silent."""
     always = SpeculativeDecoder(target, tiny.eagle3(target), num_speculative_tokens=4)
     late = SpeculativeDecoder(
         target, tiny.eagle3(target), schedule=SpeculationSchedule(((1, 1, 4), (2, 9, 0)))
     )
+
     prompts = [[1, 2, 3], [7, 8]]
     limits = [30, 6]
     drafts = {}
@@ -108,6 +109,7 @@ def test_the_head_takes_in_every_token_while_it_is_silent(target):
             root = int(played.positions[0, 0])
             if bool(played.draft.valid[0, -1]):
                 drafts.setdefault(root, {})[name] = np.asarray(played.draft.tokens[0]).tolist()
+
     pairs = [pair for pair in drafts.values() if len(pair) == 2]
     assert len(pairs) >= 5
     assert all(pair["always"] == pair["late"] for pair in pairs)
@@ -134,17 +136,11 @@ def test_a_traced_state_has_no_stage(target):
 
 
 def test_the_default_length_is_three_or_fewer_on_cpus_and_five_elsewhere() -> None:
-    assert [default_draft_length(batch, "cpu") for batch in (1, 2, 3, 4, 5, 32, 33)] == [
-        3,
-        3,
-        2,
-        2,
-        1,
-        1,
-        0,
-    ]
+    on_cpu = [default_draft_length(batch, "cpu") for batch in (1, 2, 3, 4, 5, 32, 33)]
+    assert on_cpu == [3, 3, 2, 2, 1, 1, 0]
     in_int8 = [default_draft_length(batch, "cpu", "int8") for batch in (1, 2, 3, 4, 5)]
     assert in_int8 == [3, 3, 1, 1, 0]
+
     assert [
         default_draft_length(batch, platform) for batch in (1, 33) for platform in ("gpu", "tpu")
     ] == [5] * 4
@@ -165,17 +161,22 @@ SHAPED = {
 def test_unasked_a_decoder_drafts_the_default_length_of_one_row(
     target: Any, name: str, platform: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rule is that of `eagle3 generate` for batches of one; blocks and several heads are drafted completely."""
+    """The rule is that of `eagle3 generate` for batches of one.
+
+    Blocks and several heads are drafted completely.
+    """
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     make, own_length = SHAPED[name]
     head = make(target)
     if hasattr(head.drafter, "topology"):
         head = dataclasses.replace(head, drafter=dataclasses.replace(head.drafter, topology=None))
+
     drafter = SpeculativeDecoder(target, head).loop.drafter
     assert (
         drafter.max_depth == drafter.num_nodes - 1 == (own_length or {"cpu": 3, "gpu": 5}[platform])
     )
     assert drafter.is_chain
+
     explicit = SpeculativeDecoder(target, head, num_speculative_tokens=2).loop.drafter
     assert explicit.max_depth == 2
 
@@ -196,7 +197,8 @@ def test_unasked_a_chain_is_as_long_as_pays_at_its_batch_size(
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt_ids": [1, 17, 5]}\n' * rows)
     code, out, err = cli(
-        "generate", "--target", GOLDEN / "target", "--drafter", GOLDEN / "eagle3", "--prompts", prompts, "--json",
+        "generate", "--target", GOLDEN / "target", "--drafter", GOLDEN / "eagle3",
+        "--prompts", prompts, "--json",
         "--batch-size", rows, "--max-new-tokens", 4, "--ignore-eos", *options,
     )  # fmt: skip
     assert code == 0, err

@@ -1,4 +1,4 @@
-"""Trees with deep acceptance: one branch of every draft is the target's own text, the others are wrong.
+"""Trees with deep acceptance: one branch of every draft is the target's text, the others are wrong.
 
 Random heads rarely have a deep node accepted. Here each round accepts as deep as the tree is, on
 another branch each time, so masks, depths, commits and the last slots of a cache all matter.
@@ -30,10 +30,10 @@ VOCABULARY = 13
 
 @dataclasses.dataclass(frozen=True)
 class ScriptedTree(FixedTree):
-    """Proposes a fixed tree in which the path to one of the deepest nodes, another in every round, is the script.
+    """Proposes a fixed tree in which the path to one of the deepest nodes is the script.
 
-    Its parameters ``[B S]`` say what comes at each place. Every other node is off by its own
-    number, never right.
+    It is another node in every round. The parameters ``[B S]`` say what comes at each place. Every
+    other node is off by its own number, never right.
     """
 
     @property
@@ -72,7 +72,10 @@ def scripted(tree: str) -> LoadedDrafter:
 def test_the_targets_own_branch_is_accepted_to_its_end_and_the_text_is_plain_with(
     tree: str,
 ) -> None:
-    """The text is that of plain decoding and every round accepts the full depth, at the smallest capacity."""
+    """The text is that of plain decoding and every round accepts the full depth.
+
+    The capacity is the smallest.
+    """
     loop, params = tiny.bind(test_greedy.TARGET, scripted(tree))
     batch = tiny.prompts(test_greedy.PROMPTS, limit=test_greedy.LIMITS)
     outcome = loops.generate(
@@ -86,24 +89,28 @@ def test_the_targets_own_branch_is_accepted_to_its_end_and_the_text_is_plain_wit
 
 
 def test_a_tree_loses_no_node_where_the_text_ends_with_its_bucket() -> None:
-    """Texts end with their bucket, so the deepest nodes of the last rounds are in the slots after it.
+    """The deepest nodes of the last rounds are in the slots after a bucket.
 
-    The target is a table: a random decoder hardly minds that a token does not see itself.
+    Texts end with their bucket. The target is a table: a random decoder hardly minds that a token
+    does not see itself.
     """
     limit = 128
     target = tables.target(
         np.random.default_rng(0).normal(size=(VOCABULARY**3, VOCABULARY)), order=3
     )
+
     sizes = range(limit - 18, limit - 12)
     prompts = [[(7 * i + 3 * size) % VOCABULARY for i in range(size)] for size in sizes]
     longer = SpeculativeDecoder(target).generate(prompts, max_new_tokens=24).tokens
     texts = [[*prompt, *text] for prompt, text in zip(prompts, longer, strict=True)]
     script = jnp.array([[*text, *[0] * (limit + 24 - len(text))] for text in texts], jnp.int32)
+
     drafter = LoadedDrafter(ScriptedTree(TREES["a bushy one"]), script)
     result = SpeculativeDecoder(target, drafter).generate(
         prompts, max_new_tokens=[limit - size for size in sizes]
     )
     assert result.tokens == [text[size:limit] for text, size in zip(texts, sizes, strict=True)]
+
     depth = drafter.drafter.max_depth
     for size, row in zip(sizes, result.rows, strict=True):
         assert int(row.stats.num_accepted_tokens) == -(-(limit - size - 1) // (depth + 1)) * depth

@@ -1,4 +1,4 @@
-"""Rounds driven by hand: what may be changed in a state, and the errors of a state that was consumed."""
+"""Rounds driven by hand: what may change in a state, and the errors of a consumed state."""
 
 from __future__ import annotations
 
@@ -47,17 +47,19 @@ def test_a_state_that_was_consumed_says_so(decoder: SpeculativeDecoder) -> None:
 def test_what_a_step_returned_is_not_read_back(
     decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sampling mode is read from the device once for new sampling parameters, and in no later round."""
+    """The sampling mode is read from the device once for new sampling parameters, never again."""
     read = []
     original = decode.sampling_mode_of
     monkeypatch.setattr(
         decode, "sampling_mode_of", lambda sampling: read.append(sampling) or original(sampling)
     )
+
     state = decoder.prefill(PROMPTS, max_new_tokens=9)
     read.clear()
     for _ in range(3):
         state = decoder.step(state).state
     assert len(read) == 1
+
     warm = state.replace(
         sampling=SamplingParams(temperature=jnp.full((3,), 5.0, jnp.float32), top_k=0, top_p=1.0)
     )
@@ -87,7 +89,7 @@ def test_a_top_k_beyond_every_integer_keeps_all_tokens(decoder: SpeculativeDecod
 
 
 def test_stages_of_sampled_chains_can_be_stepped() -> None:
-    """A stage without a draft declares no distribution, and the rounds of all stages have one structure."""
+    """A stage without a draft declares no distribution; rounds of all stages have one structure."""
     head = tiny.eagle3(TARGET, Chain(2), draft_sampling=DraftSampling.PROBABILISTIC)
     decoder = SpeculativeDecoder(TARGET, head, schedule=SpeculationSchedule(((1, 2, 2), (3, 3, 0))))
     *_, last = decoder.rounds(PROMPTS, max_new_tokens=[3, 6, 9], sampling=SAMPLED, seed=4)
@@ -96,22 +98,25 @@ def test_stages_of_sampled_chains_can_be_stepped() -> None:
 
 
 def test_every_way_of_decoding_gives_the_text_of_the_target() -> None:
-    """Greedy decoding is the truth; ``rounds``, ``step`` and ``stream`` agree with it as ``generate`` does."""
+    """Greedy decoding is the truth, for ``rounds``, ``step`` and ``stream`` as for ``generate``."""
     limits = [4, 7, 9]
     plain = SpeculativeDecoder(TARGET)
     expected = [
         plain.generate(prompt, max_new_tokens=limit).tokens[0]
         for prompt, limit in zip(PROMPTS, limits, strict=True)
     ]
+
     schedule = SpeculationSchedule(((1, 2, 3), (3, 3, 2)))
     for decoder in (plain, SpeculativeDecoder(TARGET, tiny.eagle3(TARGET), schedule=schedule)):
         generated = decoder.generate(PROMPTS, max_new_tokens=limits)
         assert generated.tokens == expected
+
         *_, last = decoder.rounds(PROMPTS, max_new_tokens=limits)
         counters = [row.stats for row in generated.rows]
         assert tiny.same_bits(
             last.state.stats, jax.tree.map(lambda *rows: np.stack(rows), *counters)
         )
+
         by_rounds = np.asarray(last.state.tokens)
         by_steps = step_to_the_end(decoder, decoder.prefill(PROMPTS, max_new_tokens=limits))
         for row, (prompt, text) in enumerate(zip(PROMPTS, expected, strict=True)):

@@ -49,7 +49,7 @@ class Decisions:
 
 
 def token_rule(p: np.ndarray, q: np.ndarray, tokens: list[int]) -> Decisions:
-    """One or two children of the root (Miao et al., 2023): Leviathan's rule, then the same rule on the residual."""
+    """One or two children of the root (Miao et al., 2023): Leviathan's, also on the residual."""
     target = p[0]
     reached = 1.0
     accept = []
@@ -86,6 +86,7 @@ def distributions(rng: np.random.Generator) -> dict[str, np.ndarray]:
     softmax = np.exp(rng.normal(size=SIZE) * 2)
     zipf = rng.permutation(1 / np.arange(1, SIZE + 1))
     peak = np.arange(SIZE) == rng.integers(SIZE)
+
     shapes = {
         "certain but for 5e-4": np.where(peak, 0.9995 * softmax.sum() / 5e-4, softmax),
         "Zipf": zipf,
@@ -94,11 +95,15 @@ def distributions(rng: np.random.Generator) -> dict[str, np.ndarray]:
         "peaked": np.where(peak, 9 * zipf.sum(), zipf),
         "top-k 50": np.where(softmax >= np.sort(softmax)[-50], softmax, 0.0),
     }
+
     return {name: (weights / weights.sum()).astype(np.float32) for name, weights in shapes.items()}
 
 
 def nearly(p: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Doubles 3e-4 of the mass of ``p`` and raises half of the other tokens by 0.1 %, so a residual is below 1e-3."""
+    """Returns a distribution so near ``p`` that a residual is below 1e-3.
+
+    Doubles 3e-4 of the mass and raises half of the other tokens by 0.1 %.
+    """
     order = rng.permutation(np.flatnonzero(p))
     light = order[p[order] < 3e-4]
     doubled = light[np.cumsum(p[light]) <= 3e-4]
@@ -113,6 +118,7 @@ def cases(chain: bool) -> Iterator[tuple[str, np.ndarray, np.ndarray, list[int]]
     rng = np.random.default_rng(0)
     targets = distributions(rng)
     drafts = distributions(rng)
+
     for target_name, p in targets.items():
         for draft_name, q in ({"nearly the target": nearly(p, rng)} | drafts).items():
             # Tokens that can be refused: the most likely draft, a likely one and a rare one. Then
@@ -123,29 +129,35 @@ def cases(chain: bool) -> Iterator[tuple[str, np.ndarray, np.ndarray, list[int]]
             first += [
                 int(rng.choice(tokens)) for tokens in (rare, np.flatnonzero(q)) if tokens.size
             ]
+
             for index, token in enumerate(first):
                 after = targets[rng.choice(list(targets))]
                 if chain:
                     is_near = draft_name == "nearly the target"
                     second = nearly(after, rng) if is_near else drafts[rng.choice(list(drafts))]
-                else:  # sampled without replacement
+                else:
+                    # Sampled without replacement.
                     remaining = np.where(np.arange(SIZE) == token, 0.0, q).astype(np.float64)
                     second = (remaining / remaining.sum()).astype(np.float32)
-                below = (
-                    [int(rng.choice(SIZE, p=second / second.sum(dtype=np.float64)))]
-                    if index % 2 == 0
-                    else []
-                )
+                below = []
+                if index % 2 == 0:
+                    weights = second / second.sum(dtype=np.float64)
+                    below = [int(rng.choice(SIZE, p=weights))]
+
                 name = f"{target_name}, drafted by {draft_name}"
                 yield name, np.stack([p, after, p]), np.stack([q, q, second]), [token, *below]
 
 
 def count_inside(inside: Callable[[np.ndarray], np.ndarray], guess: np.ndarray) -> np.ndarray:
-    """Returns how many values of each uniform are inside, by bisection: first near a guess, then everywhere."""
+    """Returns how many values of each uniform are inside, by bisection.
+
+    It searches near a guess first, then everywhere.
+    """
     guess = np.clip(np.round(guess * VALUES), 0, VALUES).astype(int)
     low = np.maximum(guess - NEAR, 0)
     high = np.minimum(guess + NEAR, VALUES)
     at = lambda values: inside(np.clip(values, 0, VALUES - 1))
+
     low = np.where((low == 0) | at(low - 1), low, 0)
     high = np.where((high == VALUES) | ~at(high), high, VALUES)
     while (low < high).any():
@@ -153,11 +165,12 @@ def count_inside(inside: Callable[[np.ndarray], np.ndarray], guess: np.ndarray) 
         grows = at(middle) & (low < high)
         low = np.where(grows, middle + 1, low)
         high = np.where(grows, high, np.minimum(high, middle))
+
     return low
 
 
 def compiled(name: str) -> Callable:
-    """Compiles a rule anew, so that an injected bug is in the program. It returns paths and next-token weights."""
+    """Compiles a rule anew, with an injected bug in it. It returns paths and next-token weights."""
     rule, _, parents = RULES[name]
     tree = jnp.array([parents], jnp.int32)
 
@@ -165,10 +178,8 @@ def compiled(name: str) -> Callable:
         def decide_one(accept):
             probs = None if rule is verify_points else q[None]
             draft = Draft(tokens=tokens, parents=tree, valid=valid, probs=probs)
-            with (
-                swapped(draw, lambda draw, p, choose: p),
-                tiny.unchecked(),
-            ):  # the verdict holds weights for a token
+            # The verdict holds weights for a token.
+            with swapped(draw, lambda draw, p, choose: p), tiny.unchecked():
                 verdict = rule(
                     draft, p[None], accept=accept[None], choose=jnp.zeros((1, 1)), max_depth=2
                 )
@@ -180,7 +191,7 @@ def compiled(name: str) -> Callable:
 
 
 def check_thresholds(name: str, num_cases: int | None = None) -> None:
-    """Compares the decisions of a rule with its formula, in the first ``num_cases`` cases or in all."""
+    """Compares the decisions of a rule with its formula, in the first ``num_cases`` or in all."""
     rule, formula, _ = RULES[name]
     decide = compiled(name)
     for case, p, q, tokens in itertools.islice(cases(formula is block_rule), num_cases):
@@ -203,9 +214,8 @@ def check_thresholds(name: str, num_cases: int | None = None) -> None:
         is_certain = shares >= REFUSING
         if formula is token_rule and is_certain[0]:  # its sibling is never reached
             shares[1:] = 0.0
-        if (
-            formula is block_rule and is_certain[-1]
-        ):  # the last token of a chain accepts the whole chain
+        # The last token of a chain accepts the whole chain.
+        if formula is block_rule and is_certain[-1]:
             shares[:] = 1.0
         error = reached * np.abs(count_inside(accepted, shares) / VALUES - shares)
         assert error.max() < TOLERANCE, (

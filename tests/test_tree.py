@@ -1,4 +1,4 @@
-"""Trees as integers, and their growth against a second implementation of the published algorithm in numpy."""
+"""Trees as integers, and their growth against a second implementation of the paper in numpy."""
 
 from __future__ import annotations
 
@@ -106,8 +106,11 @@ def top(scores: list[float], count: int) -> list[int]:
 def grown_by_the_paper(
     network: Network, row: int, tree: DynamicTree, ids: np.ndarray
 ) -> tuple[list[int], list[int]]:
-    """Grows a tree as EAGLE-2 does: expands the best ``k`` nodes of each level, then keeps the best of all."""
-    #: score, token, index of the parent in the pool (-1 the root)
+    """Grows a tree as EAGLE-2 does.
+
+    Expands the best ``k`` nodes of each level, then keeps the best of all.
+    """
+    #: Score, token, index of the parent in the pool (-1 the root).
     pool: list[tuple[float, int, int]] = []
     carry = network.embedding[row]
     scores = log_softmax(network.logits(carry).astype(np.float64))
@@ -115,6 +118,7 @@ def grown_by_the_paper(
         (scores[draft_id], int(ids[draft_id]), -1) for draft_id in top(scores.tolist(), tree.top_k)
     ]
     frontier = [(index, token, carry) for index, (_, token, _) in enumerate(pool)]
+
     for _ in range(tree.max_depth - 1):
         level = []
         for index, token, carry in frontier:
@@ -122,17 +126,22 @@ def grown_by_the_paper(
             scores = log_softmax(network.logits(after).astype(np.float64))
             for draft_id in top(scores.tolist(), tree.top_k):
                 level.append((pool[index][0] + scores[draft_id], int(ids[draft_id]), index, after))
+
         base = len(pool)
         pool += [candidate[:3] for candidate in level]
         best = top([candidate[0] for candidate in level], tree.top_k)
         frontier = [(base + slot, level[slot][1], level[slot][3]) for slot in best]
+
     chosen = sorted(top([candidate[0] for candidate in pool], tree.num_nodes - 1))
     parents = [0 if pool[index][2] < 0 else 1 + chosen.index(pool[index][2]) for index in chosen]
     return [pool[index][1] for index in chosen], parents
 
 
 def preferring(*tokens: int) -> Network:
-    """Returns a network whose scores tie exactly, in float32 as in float64: some tokens, or all, share the mass.
+    """Returns a network whose scores tie exactly, in float32 as in float64.
+
+    Some tokens, or all, share the mass.
+
 
     If one token has all of it, its log-probability is 0, so a child ties with its parent.
     """
@@ -152,12 +161,14 @@ def test_a_dynamic_tree_grows_as_eagle_2_describes(
     """Of equal scores the candidate with the lower index is taken."""
     tree = DynamicTree(num_nodes=num_nodes, max_depth=max_depth, top_k=top_k)
     rng = np.random.default_rng(0)
+
     for network in [*map(Network.random, range(10)), *TIED]:
         ids = np.sort(rng.permutation(64)[:DRAFT_VOCABULARY]).astype(np.int32)
         draft = network.grow(tree, ids)
         assert draft.tokens[:, 0].tolist() == [3, 4]
         assert bool(draft.valid.all())
         assert draft.probs is None
+
         for row in range(BATCH):
             tokens, parents = grown_by_the_paper(network, row, tree, ids)
             assert draft.tokens[row, 1:].tolist() == tokens

@@ -22,7 +22,7 @@ MIDPOINTS = jnp.array((np.arange(GRID) + 0.5) / GRID, jnp.float32)
 
 
 def decide(p: np.ndarray, q: np.ndarray, token: int, *, accept: Any, choose: Any) -> Verdict:
-    """Returns the verdicts on a root and one drafted token, for a uniform or for all of the grid."""
+    """Returns the verdicts on a root and one drafted token, for a uniform or all of the grid."""
     repeat = lambda x: jnp.broadcast_to(jnp.asarray(x), (GRID, *np.shape(x)))
     column = lambda uniforms: jnp.broadcast_to(jnp.asarray(uniforms, jnp.float32), (GRID,))[:, None]
     draft = tiny.draft_of(repeat(np.array([0, token])), [-1, 0], probs=repeat(np.stack([q, q])))
@@ -54,7 +54,10 @@ def test_a_draft_is_accepted_as_often_as_the_ratio_of_target_to_draft_probabilit
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_refused_draft_is_corrected_from_the_residual(seed: int) -> None:
-    """After a refusal the correction follows ``norm(max(p - q, 0))``, cell by cell within one grid step."""
+    """After a refusal the correction follows ``norm(max(p - q, 0))``, cell by cell.
+
+    They agree within one grid step.
+    """
     rng = np.random.default_rng(seed)
     p = random_distribution(rng, 8, zeros=seed % 3)
     q = random_distribution(rng, 8, zeros=1)
@@ -77,11 +80,10 @@ def test_a_token_without_target_mass_is_never_accepted_nor_sampled(uniform: floa
 
 @pytest.mark.parametrize("uniform", [0.5, 1.0 - 2.0**-24])
 def test_a_sibling_without_mass_is_refused_where_its_elders_round_above_one(uniform: float) -> None:
-    """These three float32 numbers add up to 1.0000001, so the computed remainder for the fourth is negative."""
+    """The float32 numbers sum to 1.0000001: the computed remainder for the fourth is negative."""
     elders = np.array([0.5851066708564758, 0.32412686944007874, 0.09076649695634842], np.float32)
-    accept = jnp.array(
-        [[0.0, 2.0, 2.0, 2.0, uniform]], jnp.float32
-    )  # no elder is taken, however its share rounds
+    # No elder is taken, however its share rounds.
+    accept = jnp.array([[0.0, 2.0, 2.0, 2.0, uniform]], jnp.float32)
     draft = tiny.draft_of([[0, 0, 1, 2, 3]], [-1, 0, 0, 0, 0])
     probs = jnp.broadcast_to(jnp.array([*elders, 0.0], jnp.float32), (1, 5, 4))
     assert float(1.0 - jnp.sum(probs[0, 0])) < 0
@@ -113,18 +115,12 @@ def test_equal_target_and_draft_always_accept() -> None:
 
 
 def test_an_empty_residual_accepts_instead_of_dividing_by_zero() -> None:
-    p = np.array(
-        [0.0, 1.0, 0.0]
-    )  # q a little above p at the only token p has: nothing is left to correct with
+    # Nothing is left to correct with: q is a little above p at the only token that p has.
+    p = np.array([0.0, 1.0, 0.0])
+    q = np.array([0.0, 1.0 + 1e-6, 0.0])
     edge = 1.0 - 2.0**-24
-    assert (
-        int(
-            decide(
-                p, np.array([0.0, 1.0 + 1e-6, 0.0]), 1, accept=edge, choose=edge
-            ).num_accepted.min()
-        )
-        == 1
-    )
+    verdict = decide(p, q, 1, accept=edge, choose=edge)
+    assert int(verdict.num_accepted.min()) == 1
 
 
 def test_a_residual_without_mass_is_the_target_itself() -> None:
@@ -141,15 +137,18 @@ def random_trees(
     rng = np.random.default_rng(seed)
     tokens = np.zeros((count, num_nodes), np.int32)
     parents = np.full((count, num_nodes), -1, np.int32)
+
     for row in range(count):
         for node in range(1, num_nodes):
             parents[row, node] = rng.integers(0, node)
             siblings = [n for n in range(1, node) if parents[row, n] == parents[row, node]]
             taken = {tokens[row, sibling] for sibling in siblings}
-            if len(taken) == vocab_size:  # a full family: hang it on the newest node instead
+            # A full family: hang it on the newest node instead.
+            if len(taken) == vocab_size:
                 parents[row, node] = node - 1
                 taken = set()
             tokens[row, node] = rng.choice([x for x in range(vocab_size) if x not in taken])
+
     draft = tiny.draft_of(tokens, parents)
     return draft, rng
 
@@ -173,6 +172,7 @@ def test_greedy_verification_is_the_rule_on_point_masses_and_the_official_evalua
     rows = zip(draft.tokens.tolist(), draft.parents.tolist(), target_tokens.tolist(), strict=True)
     expected = [oracle.posterior_greedy(*row) for row in rows]
     assert decisions(greedy) == expected
+
     point_masses = jax.nn.one_hot(jnp.array(target_tokens), 4)
     dice = jnp.array(rng.random((64, 9)), jnp.float32)
     assert (
@@ -190,10 +190,12 @@ def test_sampled_verification_of_a_deterministic_tree_is_the_official_evaluation
             for _ in range(64)
         ]
     )
+
     dice = rng.random((64, 9))
     choose = rng.random(64)
     accept = jnp.array(dice, jnp.float32)
     last = jnp.array(choose, jnp.float32)[:, None]
+
     verdict = verify(draft, jnp.array(probs, jnp.float32), accept=accept, choose=last, max_depth=8)
     rows = zip(
         draft.tokens.tolist(),
@@ -211,6 +213,7 @@ def test_nodes_marked_invalid_are_never_accepted(greedy: bool) -> None:
     draft, rng = random_trees(64, 9, 4, seed=5)
     draft = draft.replace(valid=jnp.array(rng.random((64, 9)) < 0.5).at[:, 0].set(True))
     target_tokens = jnp.array(rng.integers(0, 4, (64, 9)), jnp.int32)
+
     if greedy:
         verdict = verify_greedy(draft, target_tokens, max_depth=8)
     else:
@@ -218,6 +221,7 @@ def test_nodes_marked_invalid_are_never_accepted(greedy: bool) -> None:
         verdict = verify(
             draft, jax.nn.one_hot(target_tokens, 4), accept=dice, choose=dice[:, :1], max_depth=8
         )
+
     assert int(verdict.num_accepted.max()) > 0
     for row, (path, _) in enumerate(decisions(verdict)):
         assert all(bool(draft.valid[row, node]) for node in path)
@@ -225,11 +229,15 @@ def test_nodes_marked_invalid_are_never_accepted(greedy: bool) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_point_masses_are_decided_at_once_as_one_by_one(seed: int) -> None:
-    """Compares deciding all nodes at once and one after the other: random trees, padding, repeated tokens."""
+    """Compares deciding all nodes at once with deciding one by one.
+
+    Trees are random, with padding and repeated tokens.
+    """
     rows = 2048
     nodes = 8
     vocabulary = 5
     rng = np.random.default_rng(seed)
+
     parents = np.array(
         [[-1, *(rng.integers(0, node) for node in range(1, nodes))] for _ in range(rows)], np.int32
     )
@@ -239,16 +247,22 @@ def test_point_masses_are_decided_at_once_as_one_by_one(seed: int) -> None:
         rng.random((rows, nodes, vocabulary)) < 0.8
     )
     weights[..., 0] += 1e-3
+
     probs = jnp.asarray(weights / weights.sum(axis=-1, keepdims=True), jnp.float32)
     accept = jnp.asarray(rng.random((rows, nodes)), jnp.float32)
     choose = jnp.asarray(rng.random((rows, 1)), jnp.float32)
     draft = tiny.draft_of(tokens, parents, valid)
     named = draft.replace(probs=jax.nn.one_hot(tokens, vocabulary))
+    likeliest = jnp.argmax(probs, -1)
+    greedy = lambda draft, probs, **_: verify_greedy(
+        draft, jnp.argmax(probs, -1).astype(jnp.int32), max_depth=nodes - 1
+    )
+    half = jnp.full_like(accept, 0.5)
     both = [
         (verify_points, verify, draft, probs, accept),
-        (lambda draft, probs, **_: verify_greedy(draft, jnp.argmax(probs, -1).astype(jnp.int32), max_depth=nodes - 1),
-         verify, draft, jax.nn.one_hot(jnp.argmax(probs, -1), vocabulary), jnp.full_like(accept, 0.5)),
-    ]  # fmt: skip
+        (greedy, verify, draft, jax.nn.one_hot(likeliest, vocabulary), half),
+    ]
+
     for at_once, one_by_one, draft, target_probs, dice in both:
         options = {"accept": dice, "choose": choose, "max_depth": nodes - 1}
         quick = at_once(draft, target_probs, **options)

@@ -178,7 +178,7 @@ def _blocks(
         return row.reshape(batch, width // block, block).swapaxes(0, 1)
 
     def feed(cache: Cache, tokens: tuple[Array, Array]) -> tuple[Cache, Opinion]:
-        positions = cache.length[:, None] + jnp.arange(block, dtype=jnp.int32)
+        positions = cache.length[:, None] + jnp.arange(block, dtype=jnp.int32)[None]
         output = model(params, tokens[0], positions, causal_mask(block), cache)
         judged = _opinion(model.unembed(params, output.final), tokens[1])
         return cache.commit(output.written, jnp.full((batch,), block, jnp.int32)), judged

@@ -59,7 +59,7 @@ class Script(FixedTree):
     ) -> Draft:
         right = jnp.take_along_axis(params["right"], state.length[:, None], axis=1)
         tokens = self.scripted(params["tokens"], state)
-        wrong = jnp.arange(self.num_nodes, dtype=jnp.int32) > right
+        wrong = jnp.arange(self.num_nodes, dtype=jnp.int32)[None] > right
         return self.draft(state, jnp.where(wrong, (tokens + 1) % self.vocab_size, tokens))
 
 

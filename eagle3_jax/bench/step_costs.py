@@ -146,7 +146,7 @@ def _target_rounds(
     target = loop.target
     length = cache.length
     batch, num_nodes = tokens.shape
-    positions = length[:, None] + jnp.arange(num_nodes, dtype=jnp.int32)
+    positions = length[:, None] + jnp.arange(num_nodes, dtype=jnp.int32)[None]
 
     def verify(index: Array, carry: tuple[Cache, Array]) -> tuple[Cache, Array]:
         cache, _ = carry

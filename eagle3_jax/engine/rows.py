@@ -57,7 +57,7 @@ def written(
     state: GenerationState, starts: Int[Array | np.ndarray, " B"], *, width: int
 ) -> Written:
     """Returns what each row has written from its position in ``starts`` on."""
-    slots = jnp.minimum(starts[:, None] + jnp.arange(width), state.tokens.shape[1] - 1)
+    slots = jnp.minimum(starts[:, None] + jnp.arange(width)[None], state.tokens.shape[1] - 1)
     take = jax.vmap(lambda leaf, slots: leaf[slots])
 
     logprobs = None

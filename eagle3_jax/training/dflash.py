@@ -78,7 +78,7 @@ def block_loss(
     logits, survival = run_blocks(drafter, target, head_params, frozen, features, batch, anchors)
 
     # The token before each prediction.
-    at = anchors[:, :, None] + jnp.arange(count)
+    at = anchors[:, :, None] + jnp.arange(count)[None, None]
     label = Teacher(*(take(leaf, at) for leaf in teacher))
     real = extend(batch.attention_mask, count + 1)
     learn = extend(batch.loss_mask, count + 1)
@@ -88,7 +88,7 @@ def block_loss(
     weight = jnp.exp(-jnp.arange(count, dtype=jnp.float32) / gamma)
 
     def mean(values: Array, mask: Array = supervised) -> Array:
-        return share(weight * values, mask)
+        return share(weight[None, None] * values, mask)
 
     p = label.full_probs
     log_q = jax.nn.log_softmax(logits)
@@ -158,7 +158,7 @@ def run_blocks(
     head: DFlashHead = drafter.bind(params)
     context = head.context(features, batch.positions)
 
-    positions = anchors[:, :, None] + jnp.arange(rows, dtype=jnp.int32)
+    positions = anchors[:, :, None] + jnp.arange(rows, dtype=jnp.int32)[None, None]
     first = jnp.take_along_axis(batch.tokens, anchors, axis=1)
     tokens = jnp.full((batch_size, num, rows), config.mask_token, jnp.int32).at[:, :, 0].set(first)
     before = (batch.positions[:, None] < anchors[:, :, None]) & batch.attention_mask[:, None]
@@ -172,7 +172,8 @@ def run_blocks(
 
     logits = drafter.logits(params, head, hidden.reshape(batch_size, num * count, -1))
     logits = logits.reshape(batch_size, num, count, -1)
-    previous = take(extend(batch.tokens, count), anchors[:, :, None] + jnp.arange(count))
+    before_prediction = anchors[:, :, None] + jnp.arange(count)[None, None]
+    previous = take(extend(batch.tokens, count), before_prediction)
     if config.markov is not None:
         state = jnp.zeros((batch_size, num, config.markov.rank), hidden.dtype)
         bias = []

@@ -154,7 +154,7 @@ def _forward(
     aux_layers: tuple[int, ...],
 ) -> dict[str, Array]:
     index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    seen = causal_mask(tokens.shape[1]) & (index < length[:, None])[:, None, :]
+    seen = causal_mask(tokens.shape[1]) & (index[None] < length[:, None])[:, None, :]
     output = model(
         params, tokens, jnp.broadcast_to(index, tokens.shape), seen, aux_layers=aux_layers
     )

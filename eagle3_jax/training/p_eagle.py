@@ -49,7 +49,7 @@ class Chains(struct.PyTreeNode, kw_only=True):
     @property
     def positions(self) -> Int[Array, "B S"]:
         """Position of each row."""
-        return self.anchors + jnp.asarray(self.depths, jnp.int32)
+        return self.anchors + jnp.asarray(self.depths, jnp.int32)[None]
 
     def rows_of_depth(self, depth: int) -> slice:
         """Returns the slice of the rows of one depth."""
@@ -82,7 +82,7 @@ def sample_chains(
         sizes = jnp.asarray([count_kept(count, depth) for count in range(size + 1)])[num_valid]
         uniforms = jax.random.uniform(jax.random.fold_in(key, depth), (batch, size))
         best, chosen = lax.top_k(jnp.where(pool, uniforms, -1.0), room)
-        taken = (best >= 0) & (jnp.arange(room) < sizes[:, None])
+        taken = (best >= 0) & (jnp.arange(room)[None] < sizes[:, None])
 
         anchors.append(jnp.where(taken, chosen - depth, 0))
         present.append(taken)
@@ -112,7 +112,7 @@ def chain_mask(chains: Chains, real: Bool[Array, "B T"]) -> Bool[Array, "B S S"]
     query_anchor = chains.anchors[:, :, None]
     is_pair = jnp.pad(real, ((0, 0), (0, padding)))[:, None, :]
     context = is_pair & (key_anchor <= query_anchor)
-    chain = (key_anchor == query_anchor) & (depth <= depth[:, None])
+    chain = (key_anchor == query_anchor) & (depth[None] <= depth[:, None])[None]
     return chains.present[:, None, :] & (context | chain)
 
 

@@ -55,7 +55,7 @@ def timed(
     stats: SpeculationStats | None = None,
     **options,
 ) -> Scripted:
-    """A contender whose runs take exactly as long as the script says, and one second for the prefill."""
+    """A contender whose runs take as long as the script says, and one second for the prefill."""
     script = iter(seconds)
     answer = lambda prompts: Run(1.0, next(script), [list(tokens)] * len(prompts), stats)
     return Scripted(name, answer, drafts=stats is not None, **options)
@@ -92,47 +92,49 @@ def plain(target):
 
 def test_ratios_are_paired_by_repeat_and_taken_against_the_fastest_plain_run():
     calls: list[str] = []
-    five = tuple(range(5))  # four of them after the prefill
+    # Four of them after the prefill.
+    five = tuple(range(5))
     slow = timed("plain slow", [9.0, 8.0, 8.0, 8.0], five, calls=calls)
     fast = timed("plain fast", [9.0, 2.0, 4.0, 1.0], five, dtype="b", calls=calls)
     ours = timed("ours", [9.0, 1.0, 1.0, 1.0], (*five[:4], 99), dtype="b", calls=calls)
+
     report = measured(
         slow, fast, ours, max_new_tokens=5, repeats=3, baselines=["plain slow", "plain fast"]
     )
-    assert (
-        calls == ["plain slow", "plain fast", "ours"] * 4
-    )  # in turn, and the first round is the warm-up
+    # Contenders run in turn, and the first round is the warm-up.
+    assert calls == ["plain slow", "plain fast", "ours"] * 4
+
     assert report.baseline == "plain fast"
     rows = {row.name: row for row in report.rows}
-    assert rows["plain fast"].decode_tokens_per_second == Spread(
-        2.0, 1.5, 3.0
-    )  # 4 tokens in 2, 4 and 1 seconds
-    assert rows["ours"].ratio == Spread(2.0, 1.5, 3.0)  # 2/1, 4/1 and 1/1
+    # 4 tokens in 2, 4 and 1 seconds.
+    assert rows["plain fast"].decode_tokens_per_second == Spread(2.0, 1.5, 3.0)
+    # By repeat 2/1, 4/1 and 1/1.
+    assert rows["ours"].ratio == Spread(2.0, 1.5, 3.0)
     assert rows["plain slow"].ratio.median == 0.25
-    assert rows["ours"].total_tokens_per_second.median == 2.5  # 5 tokens in 1 + 1 seconds
-    assert rows["ours"].total_ratio.median == 1.5  # (1 + 2) / (1 + 1)
+    # 5 tokens in 1 + 1 seconds.
+    assert rows["ours"].total_tokens_per_second.median == 2.5
+    # (1 + 2) / (1 + 1).
+    assert rows["ours"].total_ratio.median == 1.5
+
     assert (rows["ours"].same_texts, rows["plain slow"].same_texts) == (0, 1)
     assert rows["ours"].verify_cost is None
 
 
 def test_a_batch_counts_the_tokens_of_all_its_rows():
-    plain = timed(
-        "plain", [9.0, 9.0, 2.0, 4.0], tuple(range(5))
-    )  # two batches to warm up, then two
+    # Two batches warm up, then two are measured.
+    plain = timed("plain", [9.0, 9.0, 2.0, 4.0], tuple(range(5)))
     report = measured(plain, prompts=[[1], [2], [3], [4]], max_new_tokens=5, batch_size=2)
     (row,) = report.rows
     assert len(plain.calls) == 4
-    assert (
-        row.decode_tokens_per_second.median == 16 / 6
-    )  # 4 rows of 4 tokens after the first, in 2 + 4 seconds
+    # 4 rows of 4 tokens after the first, in 2 + 4 seconds.
+    assert row.decode_tokens_per_second.median == 16 / 6
     assert row.total_tokens_per_second.median == 20 / 8
-    assert (row.per_token.p50, row.per_token.p99) == (
-        0.75,
-        pytest.approx(0.995),
-    )  # 2 / 4 and 4 / 4 seconds
+    # 2 / 4 and 4 / 4 seconds.
+    assert (row.per_token.p50, row.per_token.p99) == (0.75, pytest.approx(0.995))
     assert row.first_token == Latency(1.0, 1.0, 1.0)
     assert row.repeatable
     assert report.programs_after_warm_up == 0
+
     with pytest.raises(ValueError, match="multiple"):
         measured(plain, batch_size=2)
 
@@ -148,7 +150,10 @@ def test_acceptance_is_summed_over_prompts_before_it_is_divided():
 
 def test_rates_by_task_come_from_the_rows_of_that_task():
     def answer(prompts):
-        """Two rows a batch; each prompt names how many of its two drafts of depth 2 are accepted in full."""
+        """Two rows a batch; each prompt names how many of its two drafts are accepted.
+
+        Both drafts are of depth 2, accepted in full or not at all.
+        """
         full = np.array([prompt[0] for prompt in prompts])
         stats = counters([2, 2], [4, 4], 2 * full, np.stack([full, full], axis=1))
         return Run(1.0, 0.5, [[1, 2]] * len(prompts), stats)
@@ -207,6 +212,7 @@ def test_output_that_changes_and_programs_that_are_compiled_late_are_seen():
 
 def test_a_decoder_is_measured_on_what_it_would_generate(plain, decoder):
     prompts = [[1, 2, 3], [4, 5]]
+
     report = measured(
         plain, DecoderContender("chain K=3", "float32", decoder), prompts=prompts, max_new_tokens=12
     )
@@ -218,9 +224,9 @@ def test_a_decoder_is_measured_on_what_it_would_generate(plain, decoder):
     assert row.lossless and row.same_texts == len(prompts)
     assert row.chunk.p50 > 0
     assert (report.rows[0].num_draft_steps, row.num_draft_steps) == (0, 3)
-    assert row.predicted_ratio == stats.mean_acceptance_length / (
-        row.verify_cost + 3 * row.draft_cost
-    )
+
+    cost = row.verify_cost + 3 * row.draft_cost
+    assert row.predicted_ratio == stats.mean_acceptance_length / cost
     json.dumps(report.to_json())
 
 
@@ -236,14 +242,17 @@ def test_simulated_acceptance_is_marked_and_not_compared(target, plain, decoder)
 
 
 def test_a_method_above_the_roofline_is_found(target, plain, monkeypatch):
+
     monkeypatch.setattr("eagle3_jax.bench.run.ceiling", lambda target, *, rows, context, large: 1e9)
     magic = timed("magic", [1.0, 1e-9], dtype="float32")
     quick = {"cost_rounds": 0, "streams": 0}
     report = measured(plain, magic, large=1, **quick)
+
     assert [row.name for row in report.too_fast] == ["magic"]
     assert report.rows[1].bandwidth_share == pytest.approx(
         1e9 * step_bytes(target, rows=1, context=0) / 1e9
     )
+
     assert least_bytes_per_second(
         target, tokens_per_second=12.0, tokens_per_round=3.0, rows=2
     ) == 2 * step_bytes(target, rows=2, context=0)
@@ -275,12 +284,15 @@ def test_rounds_are_counted_as_the_decoder_counts_them(plain, decoder):
     assert (pace.rounds, pace.tokens) == (8, 16)
     assert pace.seconds_per_round == pace.seconds / 8
     assert pace.tokens_per_second == 16 / pace.seconds
-    stats = decoder.generate(prompts, max_new_tokens=9).stats  # the first token is the prefill's
+
+    # The first token is the prefill's.
+    stats = decoder.generate(prompts, max_new_tokens=9).stats
     pace = timed_rounds(decoder, prompts, max_new_tokens=12, tokens=8)
     assert pace.tokens == 16
-    assert (
-        pace.rounds <= stats.num_drafts <= 2 * pace.rounds
-    )  # of both rows together, and of the slower one
+
+    # Rounds of both rows together, and of the slower one.
+    assert pace.rounds <= stats.num_drafts <= 2 * pace.rounds
+
     with pytest.raises(Exception, match="xla_no_such_option"):
         timed_rounds(
             plain.decoder, prompts, **options | {"compiler_options": {"xla_no_such_option": 1}}
@@ -290,6 +302,7 @@ def test_rounds_are_counted_as_the_decoder_counts_them(plain, decoder):
 def test_the_target_alone_is_fed_other_tokens_in_every_round(plain, decoder):
     for measured_decoder in (decoder, plain.decoder):
         assert target_seconds(measured_decoder, [[1, 2, 3]], max_new_tokens=8, rounds=2) > 0
+
         loop = measured_decoder.loop
         cache = measured_decoder.prefill([[1, 2, 3]], max_new_tokens=8).cache
         tokens = jnp.ones((1, loop.drafter.num_nodes), jnp.int32)
@@ -303,11 +316,13 @@ def test_the_target_alone_is_fed_other_tokens_in_every_round(plain, decoder):
             )[1]
             for rounds in (1, 2)
         )
-        assert float(jnp.abs(once - twice).max()) > 1e-3  # other tokens in the second round
+
+        # The tokens of the second round are others.
+        assert float(jnp.abs(once - twice).max()) > 1e-3
 
 
 def test_the_target_alone_is_told_whether_its_block_is_a_chain(target, decoder):
-    """The attention kernel reads no mask of a chain, so a target that is not told is slower than in a round."""
+    """The attention kernel reads no mask of a chain: a target that is not told is slower."""
     received = []
 
     class Recording(DecoderTarget):
@@ -365,9 +380,8 @@ def test_figures_and_their_intervals_by_hand():
     ratio = ratio_of_sums([2.0, 4.0], [1.0, 4.0])
     assert ratio == Interval(6 / 5, 1.0, 2.0)  # each extreme is a quarter of the resamples
     assert ratio_of_sums([3.0], [2.0]) == Interval(1.5)
-    times = np.array(
-        [1.0, 10.0, 100.0, 1000.0]
-    )  # prompts of very different length, all twice as fast: pairs
+    # Prompts of very different length, all twice as fast: pairs.
+    times = np.array([1.0, 10.0, 100.0, 1000.0])
     assert ratio_of_sums(2 * times, times) == Interval(2.0, 2.0, 2.0)
     mean = geometric_mean([1.0, 4.0])
     assert (mean.value, mean.low, mean.high) == (pytest.approx(2.0), 1.0, pytest.approx(4.0))

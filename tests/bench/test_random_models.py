@@ -1,4 +1,4 @@
-"""Random models of published shapes, and what a step of them costs: bytes, memory, bandwidth, money."""
+"""Random models of published shapes, and what a step costs: bytes, memory, bandwidth, money."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ def target() -> LoadedTarget:
 
 def test_models_of_every_named_shape_have_the_sizes_that_planning_counts() -> None:
     for config in SHAPES.values():
-        config = dataclasses.replace(
-            config, layers=config.layers[:2]
-        )  # the others are like these, and take a minute
+        # The other layers are like these, and take a minute.
+        config = dataclasses.replace(config, layers=config.layers[:2])
         leaves = tiny.jax.tree.leaves(DecoderTarget(config, BFLOAT16).param_shapes())
         assert sum(leaf.size for leaf in leaves) == parameters(config).total
 
@@ -49,7 +48,7 @@ def test_a_random_pair_decodes(name: str, precision: Precision, dtypes: set[str]
 
 @pytest.mark.parametrize("weights", WEIGHTS[1:])
 def test_random_weights_in_eight_bits_are_those_of_a_quantised_model(weights: str) -> None:
-    """The same parameters, types and options of products as a dense model gets when it is loaded in eight bits."""
+    """The parameters, types and products of a dense model that is loaded in eight bits."""
     dense, head = random_pair("llama-tiny", num_layers=2)
     target, drafter = random_pair("llama-tiny", num_layers=2, weights=weights)
     for ours, model, params in (
@@ -59,10 +58,12 @@ def test_random_weights_in_eight_bits_are_those_of_a_quantised_model(weights: st
         expected = cast(quantised(params, model.param_products(), weights), BFLOAT16)
         described = lambda tree: tiny.jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
         assert described(ours) == described(expected)
+
     # The spread of a kernel is that of the dense one, and an output has numbers that differ.
     kernel = target.params["blocks"][1]["mlp"]["down"]["kernel"].dense("float32")
     reference = dense.params["blocks"][1]["mlp"]["down"]["kernel"]
     assert float(kernel.std()) == pytest.approx(float(reference.astype("float32").std()), rel=0.1)
+
     result = SpeculativeDecoder(target, drafter, num_speculative_tokens=2).generate(
         [[1, 2, 3]], max_new_tokens=5
     )
@@ -73,16 +74,14 @@ def test_random_weights_in_eight_bits_are_those_of_a_quantised_model(weights: st
 
 def test_the_memory_of_a_model_is_that_of_its_weights_and_caches_and_fits_or_not() -> None:
     config = shape_named("Llama-3.1-8B")
-    weights = 2 * (
-        8.03e9 + 3 * 4096**2 + 4096 * 32_000
-    )  # and the head's layer, a few hundred million
+    # With the head's layer, a few hundred million.
+    weights = 2 * (8.03e9 + 3 * 4096**2 + 4096 * 32_000)
     assert weights < bytes_needed(config, batch=1, capacity=1024) < 1.2 * weights
-    more = bytes_needed(config, batch=1, capacity=2048) - bytes_needed(
-        config, batch=1, capacity=1024
-    )
-    assert more == pytest.approx(
-        1.1 * 1024 * 33 * 2 * 8 * 128 * 2, rel=1e-6
-    )  # 32 layers and the head's
+    longer = bytes_needed(config, batch=1, capacity=2048)
+    more = longer - bytes_needed(config, batch=1, capacity=1024)
+    # A cache for 32 layers and the head's.
+    assert more == pytest.approx(1.1 * 1024 * 33 * 2 * 8 * 128 * 2, rel=1e-6)
+
     stats = {"bytes_limit": 8 * 2**30, "bytes_in_use": 3 * 2**30}
     assert why_not(5 * 2**30, stats) is None
     assert why_not(6 * 2**30, stats) == "it needs 6.0 GiB and the device has 5.0 GiB left"
@@ -95,6 +94,7 @@ def test_the_bytes_of_a_step_are_weights_and_caches(target: LoadedTarget) -> Non
     weights = 4 * (12 * (256 * 512 + 256 * 256 + 3 * 256 * 704 + 2 * 256) + 256 + 256 * 4096)
     assert step_bytes(target, rows=1, context=0) == weights
     assert step_bytes(target, rows=3, context=10) == weights + 3 * 10 * 12 * 2 * 2 * 64 * 4
+
     layer = LayerConfig(
         mixer=tiny.layers(1)[0].mixer,
         mlp=Experts(
@@ -103,12 +103,12 @@ def test_the_bytes_of_a_step_are_weights_and_caches(target: LoadedTarget) -> Non
     )
     routed = tiny.target(13, layers=(layer,))
     width = routed.model.config.width
-    unread = 3 * 4 * (3 * width * 6 + 2 * 6 + width)  # three experts with their biases, in float32
-    all_bytes = (
-        sum(leaf.nbytes for leaf in tiny.jax.tree.leaves(routed.params))
-        - routed.params["embedding"].nbytes
-    )
+    # Three experts with their biases, in float32.
+    unread = 3 * 4 * (3 * width * 6 + 2 * 6 + width)
+    all_bytes = sum(leaf.nbytes for leaf in tiny.jax.tree.leaves(routed.params))
+    all_bytes -= routed.params["embedding"].nbytes
     assert step_bytes(routed, rows=1, context=0) == all_bytes - unread
+
     tied = tiny.target(13, tie_embeddings=True)
     assert step_bytes(tied, rows=1, context=0) == sum(
         leaf.nbytes for leaf in tiny.jax.tree.leaves(tied.params)

@@ -76,12 +76,12 @@ def test_a_tree_can_win_and_the_schedule_still_takes_the_best_chain():
         is_chain=False,
         mean_acceptance_length=3.0,
     )
+
     tuned = at(1, gains(2, 1.4, 1.35), gains(0, 1.8, 1.7, shape=tree))
     assert tuned.best.shape is tree
     assert tuned.best_chain.shape.name == "K=2"
-    assert tuning.Tuning(
-        batches=(tuned,), checks=(), num_prompts=1, max_new_tokens=8, repeats=1
-    ).schedule.to_lists() == [[1, 1, 2], [2, 512, 0]]
+    result = tuning.Tuning(batches=(tuned,), checks=(), num_prompts=1, max_new_tokens=8, repeats=1)
+    assert result.schedule.to_lists() == [[1, 1, 2], [2, 512, 0]]
 
 
 @pytest.mark.parametrize(
@@ -109,17 +109,17 @@ def test_a_range_takes_the_length_of_its_upper_end_and_the_last_entry_is_plain(l
 def test_break_even_is_the_cost_of_a_round_under_three_names():
     costs = {"plain": [1.0], "verify": [1.5], "draft": [0.1]}
     level = break_even(Candidate.of(chain(3, 2.5), **costs))
-    assert level.mean_acceptance_length == pytest.approx(1.8)  # 1.5 + 3 * 0.1
+    # 1.5 + 3 * 0.1
+    assert level.mean_acceptance_length == pytest.approx(1.8)
     assert level.needed.draft_acceptance_rate == pytest.approx(0.8 / 3)
     assert level.needed.conditional_acceptance_rate == pytest.approx(
         conditional_rate_from_tau(1.8, 3)
     )
     assert level.measured.draft_acceptance_rate == draft_rate_from_tau(2.5, 3) == 0.5
     assert Candidate.of(chain(3, 1.8), **costs).speedup.median == pytest.approx(1.0)
-    assert (
-        break_even(Candidate.of(chain(1, 1.9), plain=[1.0], verify=[2.5], draft=[0.1])).needed
-        is None
-    )
+
+    hopeless = Candidate.of(chain(1, 1.9), plain=[1.0], verify=[2.5], draft=[0.1])
+    assert break_even(hopeless).needed is None
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +131,7 @@ def test_acceptance_is_that_of_each_shape_and_costs_are_positive(target):
     head = tiny.eagle3(target)
     prompts = [[1, 2, 3], [4, 5]]
     tree = DynamicTree(num_nodes=4, max_depth=2, top_k=2)
+
     result = tuning.tune(
         target,
         head,
@@ -142,18 +143,18 @@ def test_acceptance_is_that_of_each_shape_and_costs_are_positive(target):
         repeats=1,
         rounds=2,
     )
+
     (at_three,) = result.batches
     k2, tree4 = at_three.candidates
+
     direct = SpeculativeDecoder(target, head, num_speculative_tokens=2, stop_tokens=())
     stats = direct.generate(prompts, max_new_tokens=9).stats
     assert k2.shape.mean_acceptance_length == stats.mean_acceptance_length
     assert k2.shape.acceptance_per_position == tuple(stats.acceptance_per_position)
-    assert (tree4.shape.is_chain, tree4.shape.num_draft_tokens, tree4.shape.num_draft_steps) == (
-        False,
-        3,
-        2,
-    )
+    assert not tree4.shape.is_chain
+    assert (tree4.shape.num_draft_tokens, tree4.shape.num_draft_steps) == (3, 2)
     assert min(k2.verify_cost, k2.draft_cost, tree4.verify_cost, tree4.draft_cost) > 0
+
     (check,) = result.checks
     assert check.batch == at_three.batch == 3
     assert 0 < check.rows_running <= 1 and check.measured.median > 0
@@ -182,7 +183,7 @@ def prompts(tmp_path):
 def test_the_command_writes_what_generate_reads(capsys, tmp_path, prompts, monkeypatch):
     output = tmp_path / "tuned.json"
     cache = ("--compilation-cache", "none")
-    # The random head of this pair is never worth its cost, so the costs are not left to the
+    # The random head of this pair is never worth its cost, and costs must not depend on the
     # machine.
     monkeypatch.setattr(tuning, "step_costs", lambda *_, **__: StepCosts(1.0, 0.0, 0.0))
     monkeypatch.setattr(
@@ -191,7 +192,8 @@ def test_the_command_writes_what_generate_reads(capsys, tmp_path, prompts, monke
         lambda shape, **_: gains(0, 2.0 / shape.num_draft_tokens, shape=shape),
     )
     arguments = [
-        "tune", *PAIR, "--dtype", "float32", "--prompts", prompts, "--batch-sizes", "2", "--chains", "1",
+        "tune", *PAIR, "--dtype", "float32", "--prompts", prompts,
+        "--batch-sizes", "2", "--chains", "1",
         "--max-new-tokens", "6", "--repeats", "1", "--no-check", "--output", str(output), *cache,
     ]  # fmt: skip
     assert run(arguments) == 0
@@ -208,16 +210,9 @@ def test_the_command_writes_what_generate_reads(capsys, tmp_path, prompts, monke
 
     def generated(*options: str) -> list[dict]:
         base = [
-            "generate",
-            *PAIR,
-            "--prompts",
-            prompts,
-            "--max-new-tokens",
-            "7",
-            "--ignore-eos",
-            "--json",
-            *cache,
-        ]
+            "generate", *PAIR, "--prompts", prompts, "--max-new-tokens", "7", "--ignore-eos",
+            "--json", *cache
+        ]  # fmt: skip
         assert run([*base, "--batch-size", "2", *options]) == 0
         return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 

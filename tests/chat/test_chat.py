@@ -1,4 +1,4 @@
-"""Chat templates render as in transformers; each turn of a conversation is a generation of the rendered tokens."""
+"""Chat templates render as in transformers; each turn generates from the rendered tokens."""
 
 from __future__ import annotations
 
@@ -170,7 +170,10 @@ CONVERSATIONS = {
 
 
 def with_bos() -> Tokenizer:
-    """Returns the bundled tokenizer with the tokens of the templates; by default it puts ``<s>`` in front."""
+    """Returns the bundled tokenizer with the tokens of the templates.
+
+    By default it puts ``<s>`` in front.
+    """
     tokenizer = Tokenizer.from_file(str(bundled("target") / "tokenizer.json"))
     tokenizer.add_special_tokens(
         ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<start_of_turn>"]
@@ -224,23 +227,31 @@ def test_a_template_renders_as_in_transformers(name: str, shipped: e3.LoadedTarg
 @pytest.mark.parametrize(
     ("files", "rendered"),
     [
-        ({"tokenizer_config.json": {"chat_template": "one {{ bos_token }}", "bos_token": "<a>"}}, "one <a>"),
+        (
+            {"tokenizer_config.json": {"chat_template": "one {{ bos_token }}", "bos_token": "<a>"}},
+            "one <a>",
+        ),
         (
             {
                 "tokenizer_config.json": {
-                    "chat_template": [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+                    "chat_template": [
+                        {"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}
+                    ]
                 }
             },
             "d",
         ),
         (
-            {"tokenizer_config.json": {"chat_template": "one", "bos_token": {"content": "<a>", "__type": "AddedToken"}},
+            {"tokenizer_config.json": {"chat_template": "one",
+                                       "bos_token": {"content": "<a>", "__type": "AddedToken"}},
              "chat_template.jinja": "two\r\n{{ bos_token }}\n"},
             "two\n<a>",
         ),
         (
-            {"tokenizer_config.json": {"chat_template": "{{ bos_token }}{{ unk_token }}", "unk_token": "<a>"},
-             "special_tokens_map.json": {"bos_token": {"content": "<b>", "lstrip": False}, "unk_token": "<c>"}},
+            {"tokenizer_config.json": {"chat_template": "{{ bos_token }}{{ unk_token }}",
+                                       "unk_token": "<a>"},
+             "special_tokens_map.json": {"bos_token": {"content": "<b>", "lstrip": False},
+                                         "unk_token": "<c>"}},
             "<b><c>",
         ),
         (
@@ -251,7 +262,9 @@ def test_a_template_renders_as_in_transformers(name: str, shipped: e3.LoadedTarg
         ),
         ({"chat_template.jinja": "alone"}, "alone"),
     ],
-    ids=["a field", "a list", "a file", "a map of tokens", "a map that is not read", "nothing else"],
+    ids=[
+        "a field", "a list", "a file", "a map of tokens", "a map that is not read", "nothing else",
+    ],
 )  # fmt: skip
 def test_a_directory_has_the_template_that_transformers_finds(
     tmp_path: Path, files: dict[str, Any], rendered: str
@@ -314,11 +327,17 @@ def test_a_template_of_another_form_is_refused(wrong: Any) -> None:
     [
         ("a\n{% if %}", "the chat template is not valid: line 2: Expected an expression"),
         ("{{ 1 | nothing }}", "the chat template is not valid: line 1: No filter named 'nothing'"),
-        ("{{ messages.first.content }}", r"does not take \[\{'role'.*'.*list object' has no attribute 'first'"),
+        (
+            "{{ messages.first.content }}",
+            r"does not take \[\{'role'.*'.*list object' has no attribute 'first'",
+        ),
         ("{{ absent.content }}", ": 'absent' is undefined"),
         ("{{ raise_exception('no\nmore') }}", ": no"),
         ("{{ messages[0].content + 1 }}", ": can only concatenate str"),
-        ("{{ ().__class__.__base__.__subclasses__() }}", ": access to attribute '__class__' of 'tuple' object is"),
+        (
+            "{{ ().__class__.__base__.__subclasses__() }}",
+            ": access to attribute '__class__' of 'tuple' object is",
+        ),
         ("{{ messages.append(1) }}", "is not safely callable|is unsafe"),
         ("{% for a in range(10**9) %}{% endfor %}", ": Range too big"),
         ("{% include 'file' %}", ": no loader for this environment specified"),
@@ -376,7 +395,10 @@ def test_a_target_without_a_template_or_a_tokenizer_is_refused(shipped: e3.Loade
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> e3.SpeculativeDecoder:
-    """Returns a decoder of bytes, so answers are also cut inside characters; a token of its first answer ends them."""
+    """Returns a decoder of bytes, so answers are also cut inside characters.
+
+    A token of its first answer ends them.
+    """
     folder = write_bytes_target(tmp_path_factory.mktemp("chat") / "target")
     (folder / "chat_template.jinja").write_text(TEMPLATES["SmolLM2"])
     target = load_target(folder)
@@ -404,12 +426,14 @@ def test_each_turn_is_a_generation_of_the_rendered_tokens(
         messages += asked(question)
         prompt = decoder.target.apply_chat_template(messages)
         expected = decoder.generate(prompt, max_new_tokens=12, sampling=sampling, seed=seed).rows[0]
+
         if streamed:
             chunks = list(chat.stream(question))
             assert [token for chunk in chunks for token in chunk.tokens] == expected.tokens
             assert chunks[-1].finish_reason is expected.finish_reason
         else:
             assert chat.send(question) == expected
+
         if not temperature and question == "Why?":
             assert expected.finish_reason is e3.FinishReason.STOP
         messages += [{"role": "assistant", "content": expected.text or ""}]
@@ -425,6 +449,7 @@ def test_an_answer_that_is_cut_stays_as_far_as_it_was_written(
     with pytest.raises(KeyboardInterrupt):
         interrupted.throw(KeyboardInterrupt)
     assert chat.messages == asked("Why?", written)
+
     cut = chat.stream("And then?")
     next(cut)
     cut.close()
@@ -432,8 +457,10 @@ def test_an_answer_that_is_cut_stays_as_far_as_it_was_written(
         decoder.target.apply_chat_template(asked("Why?", written, "And then?")), max_new_tokens=1
     )
     assert chat.messages == asked("Why?", written, "And then?", first.texts[0] or "")
+
     chat.stream("Never read")
     assert len(chat.messages) == 4
+
     # The conversation goes on from there.
     prompt = decoder.target.apply_chat_template([*chat.messages, *asked("So?")])
     assert chat.send("So?").tokens == decoder.generate(prompt, max_new_tokens=12).tokens[0]
@@ -444,6 +471,7 @@ def test_a_turn_that_does_not_fit_is_refused_and_not_kept(decoder: e3.Speculativ
     most = decoder.target.max_positions
     chat.send("Why?")
     before = list(chat.messages)
+
     for send in (chat.send, chat.stream):
         with pytest.raises(
             ValueError,
@@ -457,6 +485,7 @@ def test_a_turn_that_does_not_fit_is_refused_and_not_kept(decoder: e3.Speculativ
             pytest.raises(ValueError, match=r"message 3 has the content 5; expected a text"),
         ):
             send(5)  # type: ignore[arg-type]
+
     assert chat.messages == before
     assert chat.send("So?").tokens
 

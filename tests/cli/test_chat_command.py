@@ -1,4 +1,4 @@
-"""``eagle3 chat`` and ``eagle3 generate --chat``: from a pipe, at a terminal, interrupted and refused."""
+"""``eagle3 chat`` and ``eagle3 generate --chat``: piped, at a terminal, interrupted, refused."""
 
 from __future__ import annotations
 
@@ -64,17 +64,9 @@ def test_the_options_of_a_command_line_are_those_of_the_conversation(piped, fold
     sampling = e3.SamplingParams(temperature=1.0, top_k=40)
     texts = expected(folder, "Why?", "So?", sampling=sampling, seed=3, max_new_tokens=9)
     options = (
-        "--target",
-        folder,
-        "--drafter",
-        "none",
-        "--max-new-tokens",
-        9,
-        "--temperature",
-        1,
-        "--top-k",
-        40,
-    )
+        "--target", folder, "--drafter", "none", "--max-new-tokens", 9, "--temperature", 1,
+        "--top-k", 40
+    )  # fmt: skip
     code, out, err = piped("Why?\nSo?", *options, "--seed", 3)
     assert (code, out, err) == (0, "".join(f"{text}\n" for text in texts), "")
 
@@ -135,11 +127,14 @@ def test_generate_asks_a_prompt_as_a_question(cli, refused, folder: Path, tmp_pa
     assert code == 0 and out.startswith(
         f"user: Why?\nassistant: {text}\n[stopped: reached --max-new-tokens 6]\n"
     )
-    assert "drafter: none" in out  # on a CPU, where no drafter is named
+    # No drafter is named on a CPU.
+    assert "drafter: none" in out
+
     row = json.loads(cli(*question, "--json")[1])
     messages = [{"role": "user", "content": "Why?"}]
     assert row["text"] == text
     assert row["prompt_ids"] == e3.load_target(folder).apply_chat_template(messages)
+
     # A conversation in a file is the same prompt; what its template refuses is refused by line.
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"messages": messages}))
@@ -148,6 +143,7 @@ def test_generate_asks_a_prompt_as_a_question(cli, refused, folder: Path, tmp_pa
     assert json.loads(cli(*from_file)[1]) | ignored == row | ignored
     file.write_text(json.dumps({"messages": [messages[0] | {"content": "No."}]}))
     assert f"{file} line 1: the chat template does not take " in refused(*from_file)
+
     file.write_text(json.dumps({"messages": messages}))
     assert f"{file} line 1: the bundled target has no chat template" in refused(
         "generate", "--prompts", file
@@ -202,21 +198,27 @@ def test_a_conversation_at_a_terminal(folder: Path) -> None:
     *header, mark = chat.wait()
     assert header[0] == "drafter: NGram, chain K=3" and mark == ">"
     assert "".join(header[1:]) == f"{folder}: /help lists commands, Ctrl-D ends"
+
     assert "/reset  begins a new conversation" in chat.type("/help\n")
+
     # An interrupted answer ends, and the program does not.
     os.write(chat.master, b"Why?\n")
-    chat.wait(b"\x1b[?25h")  # the spinner is gone
+    # The spinner is gone.
+    chat.wait(b"\x1b[?25h")
     assert b"compiling: once per machine" in chat.seen
     os.killpg(chat.process.pid, signal.SIGINT)
     lines = chat.wait()
     assert lines[-2:] == ["[interrupted]", ">"]
+
     # At the prompt it ends the line. A signal between the prompt and its reading would be answered
     # after the next key.
     time.sleep(0.5)
     os.killpg(chat.process.pid, signal.SIGINT)
     assert chat.wait()[-2:] == ["(Ctrl-D ends)", ">"]
+
     lines = chat.type("x" * 3000 + "\n")
     assert any("error: the conversation has" in line for line in lines) and lines[-1] == ">"
+
     os.write(chat.master, b"\x04")
     chat.finish()
     assert chat.code == 0
@@ -234,6 +236,8 @@ def test_the_line_after_an_answer_counts_it(folder: Path) -> None:
         lines[-2],
     )
     assert facts and 1 <= float(facts[1]) <= 4
-    os.write(chat.master, b"\n")  # an empty line ends it
+
+    # An empty line ends it.
+    os.write(chat.master, b"\n")
     chat.finish()
     assert chat.code == 0

@@ -1,4 +1,4 @@
-"""What a command line leaves open: commands choose it, say so, and refuse a wrong name before they load anything."""
+"""What a command line leaves open: commands choose it, say so, and refuse a wrong name at once."""
 
 from __future__ import annotations
 
@@ -83,6 +83,7 @@ def test_the_doctor_examines_a_target_alone(cli, refused, tmp_path) -> None:
     assert {check["status"] for check in list(checks.values())[:5]} == {"ok"}
     assert all(set(check) == {"name", "status", "detail"} for check in checks.values())
     assert "Why?" in checks["chat template"]["detail"]
+
     edit_config(target, eos_token_id=None)
     (target / "tokenizer_config.json").write_text('{"chat_template": "{{"}')
     code, out, _ = cli("doctor", "--target", target, "--json")
@@ -90,6 +91,7 @@ def test_the_doctor_examines_a_target_alone(cli, refused, tmp_path) -> None:
     assert code == 1
     assert checks["tokenizer and chat template"] == "failure"
     assert checks["stop tokens"] == "warning"
+
     assert "add one, or leave it out" in refused(
         "doctor", "--target", target, "--prompts", "x.jsonl"
     )
@@ -123,10 +125,12 @@ def test_inspect_shows_template_and_stop_tokens_and_the_configuration_on_request
         line.split(None, 2)[::2] if line[:4] in ("chat", "stop") else (line, "")
         for line in out.splitlines()
     )
+
     assert lines["chat"].endswith("characters; --all prints it")
     assert "'" in lines["stop"]
     assert "config.hidden_size" in out
     assert "config.rms_norm_eps" not in out
+
     _, out, _ = cli("inspect", target, "--all")
     assert "config.rms_norm_eps" in out
     assert "add_generation_prompt" in out

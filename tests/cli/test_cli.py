@@ -40,19 +40,11 @@ def test_every_command_explains_itself_with_an_example_that_parses(cli, command)
 
 
 def test_the_help_of_the_program_lists_the_commands(cli):
+    commands = ("generate", "convert", "inspect", "doctor", "train", "bench", "tune", "plan")
     for arguments in ((), ("--help",)):
         code, out, _ = cli(*arguments)
         assert code == 0
-        for command in (
-            "generate",
-            "convert",
-            "inspect",
-            "doctor",
-            "train",
-            "bench",
-            "tune",
-            "plan",
-        ):
+        for command in commands:
             assert re.search(rf"^  {command} ", out, re.MULTILINE)
 
 
@@ -61,46 +53,43 @@ def test_json_is_one_object_per_prompt_with_the_promised_fields(cli, tmp_path):
     prompts.write_text(
         '{"prompt_ids": [1, 17, 5, 42], "max_new_tokens": 5}\n\n{"prompt_ids": [9, 3]}\n'
     )
+
     code, out, err = cli(
         "generate", *PAIR, "--prompts", prompts, "--max-new-tokens", 7, "--ignore-eos", "--json"
     )
     assert (code, err) == (0, "")
+
     rows = [json.loads(line) for line in out.splitlines()]
     assert [row["prompt_ids"] for row in rows] == [[1, 17, 5, 42], [9, 3]]
     assert [len(row["token_ids"]) for row in rows] == [5, 7]
+
     for row in rows:
         assert set(row) == {
-            "prompt_ids", "token_ids", "text", "finish_reason", "lossless", "weights", "drafter_method", "seconds",
-            "stats",
+            "prompt_ids", "token_ids", "text", "finish_reason", "lossless", "weights",
+            "drafter_method", "seconds", "stats",
         }  # fmt: skip
-        assert row["text"] is None  # these checkpoints have no tokenizer
+        # These checkpoints have no tokenizer.
+        assert row["text"] is None
         assert row["finish_reason"] == "length"
         assert row["lossless"] is True
         assert 0 < row["seconds"] < 60
+
         stats = row["stats"]
         assert set(stats) == {
             "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos",
             "mean_acceptance_length", "draft_acceptance_rate",
         }  # fmt: skip
         assert sum(stats["num_accepted_tokens_per_pos"]) == stats["num_accepted_tokens"]
-        assert (
-            stats["mean_acceptance_length"]
-            == 1 + stats["num_accepted_tokens"] / stats["num_drafts"]
-        )
+        tau = 1 + stats["num_accepted_tokens"] / stats["num_drafts"]
+        assert stats["mean_acceptance_length"] == tau
 
 
 @pytest.mark.parametrize(("option", "reason"), [((), "stop"), (("--ignore-eos",), "length")])
 def test_it_says_why_it_stopped(cli, option, reason):
     code, out, _ = cli(
-        "generate",
-        *PAIR,
-        "--prompt-ids",
-        "[1, 17, 5, 42, 33, 9, 71, 8]",
-        "--max-new-tokens",
-        8,
-        *option,
-        "--json",
-    )
+        "generate", *PAIR, "--prompt-ids", "[1, 17, 5, 42, 33, 9, 71, 8]", "--max-new-tokens", 8,
+        *option, "--json"
+    )  # fmt: skip
     row = json.loads(out)
     assert (code, row["finish_reason"]) == (0, reason)
     # The recorded official run continues 94 36 51 2 1 ..., and 2 ends a text.
@@ -114,7 +103,9 @@ def test_drafters_and_batches_do_not_change_greedy_output(cli, tmp_path):
     prompts.write_text(
         "".join(json.dumps({"prompt_ids": row}) + "\n" for row in ([1, 17, 5, 42], [3], [8, 8, 8]))
     )
+
     outputs = []
+
     head = OFFICIAL / "eagle3"
     for options in (
         ("none",),
@@ -124,8 +115,8 @@ def test_drafters_and_batches_do_not_change_greedy_output(cli, tmp_path):
         (head, "--schedule", "[[1, 2, 2], [3, 8, 0]]"),
     ):
         code, out, _ = cli(
-            "generate", *PAIR[:2], "--drafter", *options, "--prompts", prompts, "--max-new-tokens", 6, "--ignore-eos",
-            "--json",
+            "generate", *PAIR[:2], "--drafter", *options, "--prompts", prompts,
+            "--max-new-tokens", 6, "--ignore-eos", "--json",
         )  # fmt: skip
         assert code == 0
         outputs.append([json.loads(line)["token_ids"] for line in out.splitlines()])
@@ -134,16 +125,9 @@ def test_drafters_and_batches_do_not_change_greedy_output(cli, tmp_path):
 
 def test_json_has_log_probabilities_and_ends_at_a_stop_text(cli):
     options = (
-        "generate",
-        "def add(a, b):",
-        "--max-new-tokens",
-        24,
-        "--json",
-        "--stop",
-        "retu",
-        "--logprobs",
-        1,
-    )
+        "generate", "def add(a, b):", "--max-new-tokens", 24, "--json", "--stop", "retu",
+        "--logprobs", 1
+    )  # fmt: skip
     code, out, _ = cli(*options)
     row = json.loads(out)
     assert code == 0 and row["finish_reason"] == "stop" and "retu" not in row["text"]
@@ -161,16 +145,10 @@ def test_a_line_of_a_file_has_sampling_a_seed_and_stop_texts_of_its_own(cli, tmp
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     options = (
-        "generate",
-        "--prompts",
-        file,
-        "--drafter",
-        "none",
-        "--max-new-tokens",
-        12,
-        "--temperature",
-        0.7,
-    )
+        "generate", "--prompts", file, "--drafter", "none", "--max-new-tokens", 12,
+        "--temperature", 0.7
+    )  # fmt: skip
+
     decoder = e3.SpeculativeDecoder(e3.load_target())
     expected = []
     for line in lines:
@@ -185,18 +163,21 @@ def test_a_line_of_a_file_has_sampling_a_seed_and_stop_texts_of_its_own(cli, tmp
             stop=line.get("stop", ()),
         )
         expected.append((result.tokens[0], result.texts[0]))
+
     for batch_size in (3, 2, 1):
         code, out, _ = cli(*options, "--json", "--batch-size", batch_size)
         rows = [json.loads(line) for line in out.splitlines()]
         assert code == 0 and [(row["token_ids"], row["text"]) for row in rows] == expected
+
     code, out, err = cli(*options)
     assert (code, out) == (2, "") and "stop texts and --logprobs work with --json" in err
+
     del lines[0]["stop"]
     file.write_text(json.dumps(lines[0]) + "\n")
     code, out, _ = cli(*options, "--compare")
-    assert (
-        code == 0 and (expected[0][1] or "") in out and "no comparison with plain decoding" in out
-    )
+    assert code == 0 and (expected[0][1] or "") in out
+    assert "no comparison with plain decoding" in out
+
     for line, message in (
         ({"temperature": "1"}, "temperature is '1'; expected a number"),
         ({"temperature": -1}, "temperature is -1; expected 0 (greedy) or more"),
@@ -208,20 +189,18 @@ def test_a_line_of_a_file_has_sampling_a_seed_and_stop_texts_of_its_own(cli, tmp
     ):
         file.write_text(json.dumps({"prompt": "x"} | line) + "\n")
         code, out, err = cli(*options, "--json")
-        assert (
-            (code, out, err.count("\n")) == (2, "", 1)
-            and "prompts.jsonl line 1: " in err
-            and message in err
-        )
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert "prompts.jsonl line 1: " in err and message in err
 
 
 def test_equal_prompts_are_sampled_apart_and_reproducibly(cli, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt_ids": [1, 17]}\n' * 2)
     arguments = (
-        "generate", *PAIR[:2], "--drafter", "none", "--prompts", prompts, "--max-new-tokens", 12, "--ignore-eos",
-        "--temperature", 1, "--json",
+        "generate", *PAIR[:2], "--drafter", "none", "--prompts", prompts,
+        "--max-new-tokens", 12, "--ignore-eos", "--temperature", 1, "--json",
     )  # fmt: skip
+
     runs = [
         [json.loads(line)["token_ids"] for line in cli(*arguments)[1].splitlines()]
         for _ in range(2)
@@ -239,20 +218,21 @@ def test_the_trace_of_a_tree_equals_the_official_one(cli, tmp_path, name, head):
     golden = json.loads((OFFICIAL / name).read_text())
     path = tmp_path / "trace.json"
     code, out, err = cli(
-        "generate", *PAIR[:2], "--drafter", OFFICIAL / head, "--prompt-ids", json.dumps(golden["prompt"]),
-        "--max-new-tokens", golden["max_new_tokens"], "--ignore-eos", *TREE, "--trace", path, "--json",
+        "generate", *PAIR[:2], "--drafter", OFFICIAL / head,
+        "--prompt-ids", json.dumps(golden["prompt"]),
+        "--max-new-tokens", golden["max_new_tokens"],
+        "--ignore-eos", *TREE, "--trace", path, "--json",
     )  # fmt: skip
     assert (code, err) == (0, "")
     assert [entry.name for entry in tmp_path.iterdir()] == ["trace.json"]
+
     (prompt,) = json.loads(path.read_text())["prompts"]
     assert prompt["prompt_ids"] == golden["prompt"]
-    assert (
-        json.loads(out)["token_ids"]
-        == golden["output"][len(golden["prompt"]) :][: golden["max_new_tokens"]]
-    )
-    assert (
-        len(prompt["rounds"]) >= len(golden["rounds"]) - 1
-    )  # the official loop overshoots its limit
+    output = golden["output"][len(golden["prompt"]) :]
+    assert json.loads(out)["token_ids"] == output[: golden["max_new_tokens"]]
+
+    # The official loop overshoots its limit.
+    assert len(prompt["rounds"]) >= len(golden["rounds"]) - 1
     for ours, theirs in zip(prompt["rounds"], golden["rounds"], strict=False):
         assert set(ours) == {"tokens", "parents", "positions", "path", "num_accepted", "next_token"}
         assert ours["tokens"] == theirs["draft_tokens"]
@@ -267,7 +247,7 @@ def test_the_trace_of_a_tree_equals_the_official_one(cli, tmp_path, name, head):
 
 
 def deepest_ancestor(mask: str, node: int) -> int:
-    """Parents are before their children, so the deepest proper ancestor is the last visible node."""
+    """Parents precede their children: the deepest proper ancestor is the last visible node."""
     return max((ancestor for ancestor, seen in enumerate(mask[:node]) if seen == "1"), default=-1)
 
 
@@ -280,12 +260,14 @@ def test_convert_writes_a_head_that_generates_the_same(cli, refused, tmp_path):
         "convert", OFFICIAL / "eagle3", out, "--to", "eagle", "--target", OFFICIAL / "target"
     )
     assert (code, err) == (0, "")
+
     results = [
         json.loads(cli("generate", *PAIR[:2], "--drafter", head, *PROMPT, "--json")[1])
         for head in (OFFICIAL / "eagle3", out)
     ]
     assert results[0]["token_ids"] == results[1]["token_ids"]
     assert results[0]["stats"] == results[1]["stats"]
+
     before = sorted(path.name for path in out.iterdir())
     assert str(out) in refused(
         "convert", OFFICIAL / "eagle3", out, "--to", "eagle", "--target", OFFICIAL / "target"
@@ -302,7 +284,7 @@ def test_doctor_fails_a_mismatch(cli):
 
 @jax.numpy_dtype_promotion("standard")  # optax's own arithmetic mixes types
 def test_a_pair_is_trained_from_sources_alone(cli, refused, tmp_path):
-    """Corpus, target, its own text, head: each step's output is the next one's input, and the pair generates."""
+    """Corpus, target, its text, head: each step reads what the last wrote; the pair decodes."""
     stdlib = tmp_path / "Lib"
     data = tmp_path / "data"
     target = tmp_path / "target"
@@ -321,8 +303,9 @@ def test_a_pair_is_trained_from_sources_alone(cli, refused, tmp_path):
     assert parts == {"code/ast.py": "train", "code/bisect.py": "held-out", "code/cmd.py": "train"}
 
     shape = (
-        "--layers", 8, "--width", 16, "--mlp-width", 16, "--heads", 2, "--kv-heads", 1, "--head-dim", 8,
-        "--max-positions", 64, "--phases", "2x16", "--warmup-steps", 1, "--dtype", "float32",
+        "--layers", 8, "--width", 16, "--mlp-width", 16, "--heads", 2, "--kv-heads", 1,
+        "--head-dim", 8, "--max-positions", 64, "--phases", "2x16", "--warmup-steps", 1,
+        "--dtype", "float32",
     )  # fmt: skip
     code, _, err = cli("train", "target", data, target, "--steps", 2, *shape)
     assert (code, err) == (0, "")
@@ -332,22 +315,13 @@ def test_a_pair_is_trained_from_sources_alone(cli, refused, tmp_path):
     assert str(target) in refused("train", "target", data, target, "--steps", 2, *shape)
 
     writing = (
-        "--rewrite",
-        "--opening-tokens",
-        4,
-        "--length",
-        24,
-        "--rows",
-        2,
-        "--held-out",
-        0.5,
-        "--dtype",
-        "float32",
-    )
+        "--rewrite", "--opening-tokens", 4, "--length", 24, "--rows", 2, "--held-out", 0.5,
+        "--dtype", "float32"
+    )  # fmt: skip
     assert cli("train", "data", target, texts, data / "train.jsonl", *writing)[0] == 0
     options = (
-        "--steps", 2, "--batch", 2, "--draft-vocab-size", 64, "--unroll", "1:1,2", "--warmup-steps", 1,
-        "--dtype", "float32",
+        "--steps", 2, "--batch", 2, "--draft-vocab-size", 64, "--unroll", "1:1,2",
+        "--warmup-steps", 1, "--dtype", "float32",
     )  # fmt: skip
     assert cli("train", "head", target, texts, head, *options)[0] == 0
     code, out, err = cli(

@@ -1,4 +1,4 @@
-"""Every command refuses in one line, before anything is printed or written, and ends quietly when it is ended."""
+"""Every command refuses in one line, before it prints or writes, and ends quietly when ended."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ BIG = ("--target", "Llama-3.3-70B", "--weights", "fp8", "--gpu", "H200")
     ("arguments", "named"),
     [
         (("generat",), "--help"),
-        # generate: prompts
+        # Prompts of generate.
         (("generate", *PAIR, "--prompt-ids", "[]"), "empty"),
         (("generate", *PAIR, "hello", "--prompt-ids", "[1]"), "one of"),
-        # generate: drafts
+        # Drafts of generate.
         (
             (*ASKED, "--num-speculative-tokens", "1000000"),
             "--num-speculative-tokens 1000000: a draft of 1000000",
@@ -51,7 +51,7 @@ BIG = ("--target", "Llama-3.3-70B", "--weights", "fp8", "--gpu", "H200")
             "; lower --num-speculative-tokens or max_depth to at most",
         ),
         ((*ASKED, "--logprobs", "1"), "stop texts and --logprobs work with --json"),
-        # generate: models
+        # Models of generate.
         (("generate", "--target", "", "--drafter", "none", *PROMPT), "--target is empty"),
         (
             ("generate", *TARGET, "--drafter", "none", *PROMPT, "--num-speculative-tokens", "3"),
@@ -168,9 +168,11 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_work(
     assert "is a directory" in refused(*traced, tmp_path)
     assert "name too long" in refused(*traced, tmp_path / ("x" * 250))
     assert list(tmp_path.iterdir()) == []
+
     new = ("bench", "--shape", "GPT-9", "--output")
     assert "no shape" in refused(*new, tmp_path / "new" / "one")
     assert list(tmp_path.iterdir()) == []  # misuse writes nothing
+
     (tmp_path / "file").write_text("")
     assert "is not empty" in refused(*new, tmp_path)
     assert "is a file" in refused(*new, tmp_path / "file" / "below")

@@ -1,4 +1,4 @@
-"""What a command loads before it works, and that a second run compiles nothing: counted, never timed."""
+"""What a command loads before it works, and that a second run compiles nothing: all counted."""
 
 from __future__ import annotations
 
@@ -61,13 +61,9 @@ def command(*arguments: str) -> str:
 
 def test_help_and_misuse_load_nothing_heavy():
     lines = (
-        "--version",
-        "generate --help",
-        "chat --help",
-        "bench --help",
-        "train head --help",
-        "plan speedup",
-    )
+        "--version", "generate --help", "chat --help", "bench --help", "train head --help",
+        "plan speedup"
+    )  # fmt: skip
     misuse = "with contextlib.redirect_stderr(io.StringIO()):\n    assert run(['generate']) == 2"
     commands = "\n".join(command(*line.split()) for line in lines)
     assert loaded_by(f"import contextlib, io\nimport eagle3_jax\n{commands}\n{misuse}") == set()
@@ -99,15 +95,18 @@ def test_no_public_name_is_a_modules_name_too(package):
 
 # The compilation cache
 
-GENERATE = ["generate", "--target", str(OFFICIAL / "target"), "--drafter", "none",
-            "--prompt-ids", "[1, 17, 5]", "--max-new-tokens", "4", "--json"]  # fmt: skip
+GENERATE = [
+    "generate", "--target", str(OFFICIAL / "target"), "--drafter", "none",
+    "--prompt-ids", "[1, 17, 5]", "--max-new-tokens", "4", "--json",
+]  # fmt: skip
 COUNTED = """
 import json, jax
 from eagle3_jax.cli import run
 seen = []
 jax.monitoring.register_event_listener(lambda event, **_: seen.append(event.rsplit("/", 1)[-1]))
 assert run({arguments}) == 0
-print(json.dumps([seen.count("cache_misses"), seen.count("cache_hits"), jax.config.jax_compilation_cache_dir]))
+counts = [seen.count("cache_misses"), seen.count("cache_hits")]
+print(json.dumps([*counts, jax.config.jax_compilation_cache_dir]))
 """
 
 
@@ -126,13 +125,16 @@ def test_a_second_run_compiles_nothing(tmp_path):
     assert Path(where) == home / "eagle3-jax" / "compiled"
     files = sorted(path.name for path in Path(where).iterdir())
     assert any(name.startswith("jit_generate") for name in files)
+
     assert compiled_by("--compilation-cache", where) == (0, misses, where)
     assert sorted(path.name for path in Path(where).iterdir()) == files
+
     # What an interrupted run left is compiled again, in silence: `fresh` refuses anything on the
     # standard error.
     for path in Path(where).glob("jit_generate*"):
         path.write_bytes(path.read_bytes()[:100])
     compiled_by(XDG_CACHE_HOME=str(home))
+
     # Switched off, it is neither read nor written.
     assert compiled_by("--compilation-cache", "none", XDG_CACHE_HOME=str(named))[:2] == (0, 0)
     assert not named.exists()
@@ -161,10 +163,10 @@ print(jax.config.jax_compilation_cache_max_size, jax.config.jax_compilation_cach
             "JAX_COMPILATION_CACHE_DIR": directory,
         }
         assert fresh(code, XDG_CACHE_HOME=home, **variables) == [f"{limit} {directory}"]
+
     (tmp_path / "file").touch()
-    assert fresh(code, XDG_CACHE_HOME=str(tmp_path / "file"))[0].endswith(
-        " None"
-    )  # it works without one
+    # The command works without a cache.
+    assert fresh(code, XDG_CACHE_HOME=str(tmp_path / "file"))[0].endswith(" None")
 
 
 def test_the_default_directory_follows_the_standard(monkeypatch, tmp_path):

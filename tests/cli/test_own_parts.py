@@ -1,4 +1,4 @@
-"""Drafters, targets and rules from a user's module: named on the command line, refused in one line, labelled."""
+"""Drafters, targets and rules from a user's module: named, refused in one line, labelled."""
 
 from __future__ import annotations
 
@@ -18,28 +18,12 @@ from eagle3_jax.files.sources import bundled
 GOLDEN = tiny.GOLDEN / "official"
 PAIR = ("--target", str(GOLDEN / "target"), "--drafter", str(GOLDEN / "eagle3"))
 ONE_PROMPT = (
-    "--prompts",
-    "random",
-    "--prompt-tokens",
-    "4",
-    "--max-prompts",
-    "1",
-    "--max-new-tokens",
-    "4",
-)
+    "--prompts", "random", "--prompt-tokens", "4", "--max-prompts", "1", "--max-new-tokens", "4"
+)  # fmt: skip
 BENCH = (
-    *ONE_PROMPT,
-    "--dtype",
-    "float32",
-    "--repeats",
-    "1",
-    "--tree",
-    "none",
-    "--ngram",
-    "none",
-    "--rivals",
-    "none",
-)
+    *ONE_PROMPT, "--dtype", "float32", "--repeats", "1", "--tree", "none", "--ngram", "none",
+    "--rivals", "none"
+)  # fmt: skip
 PROMPT = ("--prompt-ids", "[1, 17, 5, 42]", "--max-new-tokens", "4", "--ignore-eos")
 
 MODULE = '''
@@ -219,10 +203,8 @@ def test_a_rule_that_is_not_lossless_says_so_in_every_result(cli) -> None:
 )
 def test_bench_names_and_labels(cli, options: tuple[str, ...], rows: dict[str, bool]) -> None:
     code, out, err = cli("bench", *options, *BENCH, "--json")
-    assert code in (
-        0,
-        1,
-    ), err  # 1: a time below the bound of the memory, which these few tokens can have
+    # Code 1 is a time below the bound of the memory, which these few tokens can have.
+    assert code in (0, 1), err
     assert {row["name"]: row["lossless"] for row in json.loads(out)["reports"][0]["rows"]} == rows
 
 
@@ -264,12 +246,14 @@ def test_lookup_first_and_a_head_draft_as_one(cli, refused, tmp_path):
         rows.append(json.loads(out))
     assert rows[0]["text"] == rows[1]["text"] == rows[2]["text"]
     assert rows[2]["drafter_method"].startswith("NGram, else EAGLE-3 head")
+
     target = e3.load_target(dtype="float32")
     expected = e3.Fallback.of(e3.drafters.NGram(min_ngram=2), e3.load_drafter(target=target))
     result = e3.SpeculativeDecoder(target, expected).generate(
         "x = 1\ny = 1\nx = 1\n", max_new_tokens=30
     )
     assert rows[2]["stats"] == result.stats.to_json()
+
     for wrong in ("ngram+none", "ngram+suffix"):
         assert f"--drafter {wrong}: expected ngram+ and a head" in refused(
             "generate", "x", "--drafter", wrong

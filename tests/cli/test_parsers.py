@@ -1,4 +1,4 @@
-"""Values of options and lines of prompt files: each is read as written, or refused in one line with the reason."""
+"""Values of options and lines of prompt files are read as written, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -77,19 +77,13 @@ def numeric_options() -> Iterator[Option]:
                 if parameter.default is parameter.empty:
                     is_argument = isinstance(info, typer.models.ArgumentInfo)
                     required[name] = ("x",) if is_argument else (names[name], "1")
+
             for name in names:
                 if {int, float} & set(leaves(hints[name])):
-                    words = [
-                        word
-                        for argument, words in required.items()
-                        if argument != name
-                        for word in words
-                    ]
-                    yield Option(
-                        (*prefix, command.name or command.callback.__name__),
-                        names[name],
-                        tuple(words),
-                    )
+                    others = [words for argument, words in required.items() if argument != name]
+                    command_name = command.name or command.callback.__name__
+                    words = tuple(itertools.chain.from_iterable(others))
+                    yield Option((*prefix, command_name), names[name], words)
 
 
 OPTIONS = list(numeric_options())
@@ -112,7 +106,7 @@ def test_no_option_takes_what_is_no_finite_number_of_at_least_zero(option, value
 
 
 def parsed(parse, text, named: str):
-    """Returns the parsed value; ``None`` when it was refused with a message that holds ``named``."""
+    """Returns the parsed value; ``None`` if it was refused with a message that holds ``named``."""
     try:
         return parse(text)
     except ValueError as error:
@@ -203,6 +197,7 @@ def test_any_file_is_a_list_of_prompts_or_one_clear_line(tmp_path, content):
         return
     # The values are those that another reader of JSON finds.
     rows = [json.loads(line) for line in content.decode("utf-8-sig").split("\n") if line.strip()]
+
     for row, request in zip(rows, requests, strict=True):
         assert request.prompt == row.get("prompt", row.get("prompt_ids"))
         assert isinstance(request.prompt, str) or all(
@@ -262,15 +257,18 @@ def test_what_editors_and_published_files_add_is_no_mistake(tmp_path):
     lines = [
         '{"prompt": "a\u2028b", "max_new_tokens": 5}\r',
         "",
-        '{"task_id": "HumanEval/0", "prompt": "def f(x):", "entry_point": "f", "test": "", "canonical_solution": ""}',
+        '{"task_id": "HumanEval/0", "prompt": "def f(x):", "entry_point": "f", "test": "",'
+        ' "canonical_solution": ""}',
         '{"name": "x", "kind": "code", "prompt_ids": [1, 2]}',
     ]
+
     read = requests_of(tmp_path, b"\xef\xbb\xbf" + "\n".join(lines).encode())
     assert [(request.prompt, request.max_new_tokens) for request in read] == [
         ("a\u2028b", 5),
         ("def f(x):", 7),
         ([1, 2], 7),
     ]
+
     for content in (b"", b"\n \r\n", b"\xef\xbb\xbf"):
         with pytest.raises(ValueError, match="holds no lines"):
             requests_of(tmp_path, content)
@@ -295,6 +293,7 @@ def test_every_format_is_read_and_questions_go_through_the_chat_template(
         {"prompt": "def f(x):", "max_new_tokens": 5},
         {"prompt_ids": [1, 2, 3], "name": "three", "reference": "abc"},
     )
+
     turns, question, text, ids = read_prompts(path, target, max_new_tokens=9)
     tokens = TOKENIZER.encode("What is 1 + 1?").ids
     assert turns == Prompt("7", "math", tokens, "What is 1 + 1?", "2\n#### 2", 9)
@@ -304,17 +303,15 @@ def test_every_format_is_read_and_questions_go_through_the_chat_template(
         name(3), "questions", TOKENIZER.encode("def f(x):").ids, "def f(x):", None, 5
     )
     assert ids == Prompt("three", "questions", [1, 2, 3], None, "abc", 9)
+
     templated = dataclasses.replace(
         target, chat_template=ChatTemplate("Q: {{ messages[0].content }} A:")
     )
     question_ids = TOKENIZER.encode("Q: What is 1 + 1? A:").ids
     prompts = read_prompts(path, templated, max_new_tokens=9)
-    assert [prompt.tokens for prompt in prompts] == [
-        question_ids,
-        question_ids,
-        text.tokens,
-        ids.tokens,
-    ]
+    expected = [question_ids, question_ids, text.tokens, ids.tokens]
+    assert [prompt.tokens for prompt in prompts] == expected
+
     sized = read_prompts(path, templated, max_new_tokens=4, length=50)
     assert [len(prompt.tokens) for prompt in sized] == [50] * 4
     assert (question_ids * 50)[-50:] == sized[0].tokens
@@ -330,6 +327,7 @@ def test_messages_are_requests_with_options_of_their_own(
         "why?", 7, 0.5, seed=3, stops=("\n",), messages=messages, where=f"{file} line 1: "
     )
     assert read_requests(file, defaults) == [expected]
+
     for wrong, says in (
         ([], r"messages are \[\]; expected a list of turns"),
         ([{"role": "user"}], "message 1 is .*expected a list of turns such as"),
@@ -340,6 +338,7 @@ def test_messages_are_requests_with_options_of_their_own(
     ):
         with pytest.raises(ValueError, match=rf"questions\.jsonl line 1: {says}"):
             read_requests(written(tmp_path, {"messages": wrong}), Request("", 7))
+
     for row, says in (
         ({"messages": messages}, "expected an object with 'turns'"),
         ({"prompt": "a", "temperature": 1}, "it is given for all prompts, with --temperature"),
@@ -402,9 +401,8 @@ def test_a_dash_is_the_standard_input_for_a_prompt_and_for_a_file_of_prompts(
     pipe(monkeypatch, "\ufeffdef f(x):\n".encode())
     target = ("--target", str(write_bytes_target(tmp_path / "bytes")), "--drafter", "none")
     assert run(["generate", "-", *target, "--max-new-tokens", "2", "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["prompt_ids"]) == len(
-        "def f(x):\n"
-    )  # to the letter
+    # A text is taken to the letter.
+    assert len(json.loads(capsys.readouterr().out)["prompt_ids"]) == len("def f(x):\n")
 
     pipe(monkeypatch, b"\xff")
     assert "the standard input is not a text file in UTF-8 (byte 0)" in refused("generate", "-")
@@ -414,7 +412,7 @@ def test_a_dash_is_the_standard_input_for_a_prompt_and_for_a_file_of_prompts(
     )
     monkeypatch.setattr(sys, "stdin", None)
     assert "the standard input is closed" in refused("generate", "-")
-    # What Python makes of an argument that is not UTF-8.
+    # This is what Python makes of an argument that is not UTF-8.
     assert "character 2 is '\\udcff'" in refused("generate", "a\udcffb")
 
 
@@ -447,9 +445,9 @@ def test_a_tokenizer_that_was_saved_with_a_length_cuts_and_pads_nothing(tmp_path
     tokenizer.enable_padding(length=64)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     text = "def fibonacci(number):"
-    assert (
-        read_tokenizer(tmp_path / "tokenizer.json").encode(text).ids == TOKENIZER.encode(text).ids
-    )
+    expected = TOKENIZER.encode(text).ids
+    assert read_tokenizer(tmp_path / "tokenizer.json").encode(text).ids == expected
+
     for content in ("{}", "", '{"model": {"type": "BPE"}}', "[" * 100_000):
         (tmp_path / "tokenizer.json").write_text(content)
         with pytest.raises(ValueError, match=r"tokenizer.json is not a tokenizer"):

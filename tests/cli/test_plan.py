@@ -1,4 +1,4 @@
-"""The command `eagle3 plan`: pages for people, objects for machines, and what it believes of a configuration."""
+"""The command `eagle3 plan`: pages for people, objects for machines, and what it believes."""
 
 from __future__ import annotations
 
@@ -58,15 +58,15 @@ def test_a_rollout_is_written_to_a_file(cli, tmp_path):
 def test_a_target_with_experts_says_what_verification_reads_of_them(cli):
     options = ("--target", "Qwen3-30B-A3B", "--gpu", "H200")
     line = json.loads(cli("plan", "roofline", *options, "--json")[1])["accelerators"][0]
-    assert (line["target_parameters"], line["target_active_parameters"]) == (
-        30_532_122_624,
-        3_041_867_776,
-    )
+    assert line["target_parameters"] == 30_532_122_624
+    assert line["target_active_parameters"] == 3_041_867_776
     assert [round(128 * row["experts"]) for row in line["nodes"]] == [8, 16, 29, 52, 82, 112, 125]
     assert line["pays_from_batch"] == 5
+
     _, out, _ = cli("plan", "roofline", *options)
     assert re.search(r"nodes +experts read +v\n1 +6\.2% +1\.00\n", out)
     assert "Speculation pays from batch 5 on" in out and "a chain of K = 1 gains most" in out
+
     _, dense, _ = cli("plan", "roofline", *BIG)
     assert "experts" not in dense and "Speculation pays below batch" in dense
 
@@ -78,20 +78,11 @@ def test_memory_names_active_parameters_and_recurrent_states(cli):
     assert "79.674 billion, 3.564 of them active, fp8" in out
     assert re.search(r"states +0\.62 +of recurrent layers, whatever the length", out)
     _, out, _ = cli(
-        "plan",
-        "memory",
-        "--target",
-        "gpt-oss-120b",
-        "--gpu",
-        "H100",
-        "--weights",
-        "mxfp4",
-        "--batch-size",
-        "4",
-    )
-    assert (
-        re.search(r"target +65\.19 ", out) and "states" not in out
-    )  # the published files are 65.2 GB
+        "plan", "memory", "--target", "gpt-oss-120b", "--gpu", "H100", "--weights", "mxfp4",
+        "--batch-size", "4"
+    )  # fmt: skip
+    # The published files are 65.2 GB.
+    assert re.search(r"target +65\.19 ", out) and "states" not in out
 
 
 def test_what_does_not_fit_ends_with_one_and_says_what_would_do(cli):
@@ -120,6 +111,7 @@ def test_a_remedy_is_the_smallest_change_that_fits(name, gpu):
     (heads,) = attention_heads(deployment.target)
     numbers = [n for n in range(2, heads + 1) if heads % n == 0]
     weights = ["fp8", "int8", "int4", "mxfp4"]
+
     for field, values in (("num_accelerators", numbers), ("weights", weights)):
         changed = [dataclasses.replace(deployment, **{field: value}) for value in values]
         fits = [
@@ -133,9 +125,11 @@ def test_a_remedy_is_the_smallest_change_that_fits(name, gpu):
 VICUNA = KNOWN_MODELS["Vicuna-13B"]
 # The fields of yuhuili/EAGLE3-Vicuna1.3-13B, whose weights hold one layer.
 VICUNA_HEAD = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32000, "draft_vocab_size": 32000,
-    "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40,
-    "num_key_value_heads": 40, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama",
+    "vocab_size": 32000, "draft_vocab_size": 32000,
+    "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40,
+    "num_attention_heads": 40, "num_key_value_heads": 40,
+    "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""`eagle3 plan` for every method: what its files hold, what a round reads, what a token costs in caches."""
+"""`eagle3 plan` for every method: its weights, what a round reads, what a token costs in caches."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from safetensors.numpy import load_file
 from eagle3_jax.cli import run
 
 EAGLE3, EAGLE31, P_EAGLE, EAGLE1, MTP, MEDUSA, DFLASH, JETSPEC, DSPARK, DRAFT_MODEL = CHECKPOINTS
-LAYER = (
-    2 * 2 * 8 * 2
-)  # bytes of a token's keys and values in a layer: 2 heads of 8 numbers, in bfloat16
+# Bytes of a token's keys and values in a layer: 2 heads of 8 numbers, in bfloat16.
+LAYER = 2 * 2 * 8 * 2
 OUTPUT = 61 * 32
 # Layers with a cache, and parameters of the target that a pass reads in addition to the drafter's.
 LAYERS = {MEDUSA: 0, DFLASH: 2, JETSPEC: 2, DSPARK: 2, DRAFT_MODEL: 2}
@@ -32,17 +31,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def plan(capsys: Any, page: str, target: Path, drafter: object, *options: str) -> dict[str, Any]:
     arguments = [
-        "plan",
-        page,
-        "--target",
-        str(target),
-        "--drafter",
-        str(drafter),
-        "-K",
-        "3",
-        "--gpu",
-        "H100",
-    ]
+        "plan", page, "--target", str(target), "--drafter", str(drafter), "-K", "3",
+        "--gpu", "H100"
+    ]  # fmt: skip
     assert run([*arguments, *options, "--json"]) == 0, capsys.readouterr().err
     return json.loads(capsys.readouterr().out)
 
@@ -60,41 +51,37 @@ def test_sizes_are_those_of_the_file(tmp_path: Path, target: Path, capsys: Any, 
     drafter = CHECKPOINTS[name](tmp_path / "drafter")
     tables = () if name == DRAFT_MODEL else ("embed_tokens.weight", "d2t", "t2d")
     numbers = stored(drafter, without=tables)
+
     memory = plan(capsys, "memory", target, drafter)
-    assert memory["drafter_method"] == name.split(" (")[0].replace(
-        "EAGLE-3.1", "EAGLE-3"
-    )  # of one size
+    # EAGLE-3 and EAGLE-3.1 are of one size.
+    assert memory["drafter_method"] == name.split(" (")[0].replace("EAGLE-3.1", "EAGLE-3")
     assert memory["drafter_parameters"] == numbers
     assert memory["bytes"]["head_weights"] == 2 * numbers
     assert memory["drafter_cache_bytes_per_token"] == LAYER * LAYERS.get(name, 1)
+
     looked_up = ("embed_tokens.weight", "d2t", "t2d", "markov_w1.weight")
     read = stored(drafter, without=looked_up) + BORROWED.get(name, 0)
     context = 16
     k = 3
     passes = [k + 1] if name in ONE_PASS else [k + 1, *[1] * (k - 1)]
     before = [context, *[context + k + 1] * (len(passes) - 1)]
-    cached = (
-        sum(old + new for old, new in zip(before, passes, strict=True))
-        * LAYER
-        * LAYERS.get(name, 1)
-    )
+    slots = sum(old + new for old, new in zip(before, passes, strict=True))
+    cached = slots * LAYER * LAYERS.get(name, 1)
     fused_once = 2 * 32 * 96 * (len(passes) - 1) if name in (EAGLE3, EAGLE31) else 0
-    (line,) = plan(capsys, "roofline", target, drafter, "--batch-size", "1", "--context", "16")[
-        "accelerators"
-    ]
+
+    options = ("--batch-size", "1", "--context", "16")
+    (line,) = plan(capsys, "roofline", target, drafter, *options)["accelerators"]
     assert line["bounds"][0]["draft_bytes"] == len(passes) * 2 * read - fused_once + cached
 
 
 def test_what_has_no_files_adds_no_weights(target: Path, capsys: Any) -> None:
     skipped = plan(capsys, "memory", target, "layer-skip=3")
-    assert (skipped["drafter_parameters"], skipped["drafter_cache_bytes_per_token"]) == (
-        0,
-        3 * LAYER,
-    )
-    assert skipped["bytes"]["head_weights"] == 0
+    assert skipped["drafter_parameters"] == skipped["bytes"]["head_weights"] == 0
+    assert skipped["drafter_cache_bytes_per_token"] == 3 * LAYER
     (line,) = plan(capsys, "roofline", target, "layer-skip=3", "--batch-size", "1")["accelerators"]
     layers = 3 * (2 * 32 * (32 + 16) + 3 * 32 * 24 + 2 * 32)
     assert line["bounds"][0]["draft_bytes"] > 3 * 2 * (layers + OUTPUT)
+
     for name in ("ngram", "suffix"):
         (line,) = plan(capsys, "roofline", target, name, "--batch-size", "1")["accelerators"]
         assert (line["drafter_parameters"], line["bounds"][0]["draft_bytes"]) == (0, 0)

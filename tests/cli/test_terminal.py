@@ -1,4 +1,4 @@
-"""The command as a process: in a terminal, interrupted, and with its output closed, full or read in part."""
+"""The command as a process: in a terminal, interrupted, and with its output closed or full."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ def environment(**more: str) -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in ("NO_COLOR", "COLUMNS", "LINES")
     }
+
     compiled = str(Path(tempfile.gettempdir()) / "eagle3-jax-tests-compiled")
     variables |= {
         "PYTHONPATH": str(ROOT),
@@ -54,14 +55,18 @@ def target(tmp_path_factory) -> str:
 
 
 class InTerminal:
-    """A process whose standard error, and output unless that is piped, are a terminal; its bytes and its screen."""
+    """A process whose standard error, and output unless that is piped, are a terminal.
+
+    It keeps its bytes and its screen.
+    """
 
     def __init__(self, *arguments: str, columns: int = 100, pipe: bool = False, **variables: str):
         self.screen = pyte.HistoryScreen(columns, 60)
         master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 60, columns, 0, 0))
         self.process = subprocess.Popen(
-            [*EAGLE3, *arguments], stdin=slave, stdout=subprocess.PIPE if pipe else slave, stderr=slave,
+            [*EAGLE3, *arguments],
+            stdin=slave, stdout=subprocess.PIPE if pipe else slave, stderr=slave,
             env=environment(**variables), start_new_session=True,
         )  # fmt: skip
         os.close(slave)
@@ -97,14 +102,14 @@ def test_the_prompt_stays_on_the_screen(target):
     wide = InTerminal("generate", text, *options, "--compare")
     lines = wide.finish()
     assert wide.code == 0
+
     assert lines[0] == "def f(x):"
     # The carriage return is shown and not obeyed, and the model's text goes on in the same line.
     assert lines[1].startswith("    return '\N{SNOWMAN}'\N{SYMBOL FOR CARRIAGE RETURN} + x")
     assert "[stopped: reached --max-new-tokens 6]" in lines
     assert b"measuring against plain decoding" in wide.seen
-    assert not any(
-        "measuring" in line or "compiling" in line for line in lines
-    )  # they disappear when they are done
+    # Progress disappears when it is done.
+    assert not any("measuring" in line or "compiling" in line for line in lines)
     assert not wide.screen.cursor.hidden
 
 
@@ -166,7 +171,10 @@ def test_characters_that_the_encoding_of_the_output_lacks_are_escaped():
 
 def test_a_reader_that_leaves_in_the_middle_of_a_text_is_no_error():
     process = subprocess.Popen(
-        [*EAGLE3, "generate", *PAIR, "--prompt-ids", "[1, 17]", "--max-new-tokens", "400", "--ignore-eos"],
+        [
+            *EAGLE3, "generate", *PAIR, "--prompt-ids", "[1, 17]",
+            "--max-new-tokens", "400", "--ignore-eos",
+        ],
         env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     assert process.stdout.read(1)
@@ -205,28 +213,24 @@ def test_the_text_in_a_pipe_is_the_prompt_and_the_text_of_json_to_the_letter(
 def test_every_figure_follows_from_the_json(printed, target, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "aaaaaa"}\n{"prompt": "abcabcabc", "max_new_tokens": 9}\n')
-    options = (
-        "--prompts",
-        str(prompts),
-        *("--target", target, "--drafter", "ngram", "--max-new-tokens", "20"),
-    )
+    options = ("--target", target, "--drafter", "ngram", "--max-new-tokens", "20")
+    options += ("--prompts", str(prompts))
     rows = [json.loads(line)["stats"] for line in printed(*options, "--json").splitlines()]
     shown = printed(*options, "--compare")
+
     drafts, drafted, accepted = (
         sum(row[name] for row in rows)
         for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
     )
     tau = 1 + accepted / drafts
-    assert (
-        f"τ = {tau:.2f} tokens per round (1 + accepted / drafts: {accepted} accepted in {drafts}"
-        " drafts)" in shown
-    )
+    accepted_in = f"{accepted} accepted in {drafts} drafts"
+    assert f"τ = {tau:.2f} tokens per round (1 + accepted / drafts: {accepted_in})" in shown
+
     assert f"{accepted / drafted:.0%} of the drafted tokens accepted" in shown
     depths = zip(*(row["num_accepted_tokens_per_pos"] for row in rows), strict=True)
-    assert (
-        "accepted at depth 1, 2, ...: " + " ".join(f"{sum(depth) / drafts:.2f}" for depth in depths)
-        in shown
-    )
+    rates = " ".join(f"{sum(depth) / drafts:.2f}" for depth in depths)
+    assert f"accepted at depth 1, 2, ...: {rates}" in shown
+
     speeds = re.search(
         r"([\d.]+)x[^(]* plain decoding \(([\d.]+) vs ([\d.]+) tokens/s;.* identical output: yes",
         shown,
@@ -250,16 +254,17 @@ def test_the_ratio_is_that_of_the_two_printed_speeds():
     # By repeat the ratios are 1.19, 0.60 and 1.67, whose median is not the ratio of the two
     # medians, 334.4 and 340.7.
     noise = comparison([334.4, 280.0, 569.2], [281.0, 466.7, 340.7])
-    assert (
-        noise
-        == "0.98x, no measurable difference from plain decoding (334.4 vs 340.7 tokens/s; 0.60x to"
+    assert noise == (
+        "0.98x, no measurable difference from plain decoding (334.4 vs 340.7 tokens/s; 0.60x to"
         " 1.67x in 3 runs), identical output: yes"
     )
-    assert (
-        comparison([3.0, 3.2, 3.1], [2.0, 2.0, 1.994])
-        == "1.55x faster than plain decoding (3.1 vs 2 tokens/s; 1.50x to 1.60x in 3 runs),"
+
+    faster = comparison([3.0, 3.2, 3.1], [2.0, 2.0, 1.994])
+    assert faster == (
+        "1.55x faster than plain decoding (3.1 vs 2 tokens/s; 1.50x to 1.60x in 3 runs),"
         " identical output: yes"
     )
+
     slow = comparison([0.0123], [0.0204])
     line = "0.60x the speed of plain decoding (0.0123 vs 0.0204 tokens/s; 0.60x to 0.60x in 1 runs)"
     assert slow == f"{line}, identical output: yes"

@@ -1,4 +1,4 @@
-"""``eagle3 train data`` as a command: what it writes, that it goes on after an interruption, and what it refuses."""
+"""``eagle3 train data``: what it writes, how it goes on after an interruption, what it refuses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from eagle3_jax.training.texts import Text, Texts
 QUESTIONS = ("why not", "how so", "tell me more", "who is it", "what now")
 OPENING = "tell me about "
 REWRITING = ("--rewrite", "--greedy-share", 1, "--length", 60, "--rows", 2)
-SUMMARY = r"wrote (.*): ([\d,]+) texts, ([\d,]+) tokens to learn; ([\d,]+) texts held out(?:; left out now: (.*))?\n"
+SUMMARY = (
+    r"wrote (.*): ([\d,]+) texts, ([\d,]+) tokens to learn; ([\d,]+) texts held out"
+    r"(?:; left out now: (.*))?\n"
+)
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +85,9 @@ def test_documents_of_the_three_forms_become_token_ids(cli, target, tmp_path):
         {"text": "once upon a time"},
     ]
     out = tmp_path / "data"
-    code, printed, _ = cli("train", "data", target, out, written(tmp_path / "own.jsonl", *rows), "--length", 80,
-                        "--held-out", 0.5)  # fmt: skip
+    file = written(tmp_path / "own.jsonl", *rows)
+    options = ("--length", 80, "--held-out", 0.5)
+    code, printed, _ = cli("train", "data", target, out, file, *options)
     assert code == 0
     assert sorted(contents(out)) == ["data.json", "texts-00000.npz"]
     texts = Texts.load(out / "texts-00000.npz")
@@ -160,19 +164,11 @@ def test_the_target_writes_conversations_alone(cli, target, tmp_path, small_shar
     openings = tmp_path / "openings.txt"
     openings.write_text(f"\n{OPENING}\n")
     options = (
-        "--self",
-        9,
-        "--openings",
-        openings,
-        "--length",
-        140,
-        "--rows",
-        3,
-        "--temperature",
-        2,
-    )
+        "--self", 9, "--openings", openings, "--length", 140, "--rows", 3, "--temperature", 2
+    )  # fmt: skip
     code, printed, _ = cli("train", "data", target, tmp_path / "data", *options)
     assert code == 0
+
     texts = joined_texts(tmp_path / "data")
     assert numbers(printed)[:2] == [len(texts), int(texts.learn.sum())]
     reasons = re.search(SUMMARY, printed)
@@ -180,15 +176,18 @@ def test_the_target_writes_conversations_alone(cli, target, tmp_path, small_shar
     left_out = sum(map(int, re.findall(r"(\d+) \(", reasons[5] or "")))
     assert len(texts) + left_out == 9 and len(texts) >= 4
     assert len(list((tmp_path / "data").glob("texts-*.npz"))) == 5
+
     loaded = e3.load_target(target)
     assert loaded.tokenizer is not None
     turns = []
+
     for tokens, learn, _ in rows_of(texts):
         prompt = tokens[: learn.index(True)]
         assert learn == [False] * len(prompt) + [True] * (len(tokens) - len(prompt))
         text = loaded.tokenizer.decode(prompt, skip_special_tokens=False)
         turns.append(text.removeprefix("<|im_start|>user\n").partition("<|im_end|>")[0])
         assert prompt == loaded.apply_chat_template([{"role": "user", "content": turns[-1]}])
+
     assert 0 < sum(turn.startswith(OPENING.strip()) for turn in turns) < len(turns)
 
 
@@ -204,9 +203,11 @@ def test_a_question_that_is_in_two_files_counts_once(tmp_path):
             Text([8, 9], [False, True], 2**63),
         ],
     ]
+
     for number, texts in enumerate(rows):
         Texts.of(texts).save(tmp_path / f"texts-0000{number}.npz")
     (tmp_path / "data.json").write_text(json.dumps({"options": {"--held-out": 0.5}, "shards": 2}))
+
     learnt, held_out = read_texts(tmp_path)
     assert [tokens for tokens, _, _ in rows_of(held_out)] == [[*question, 1], [*question, 2]]
     assert [tokens for tokens, _, _ in rows_of(learnt)] == [[8, 9]]
@@ -434,17 +435,9 @@ def test_files_that_hold_no_documents_are_refused(
 def test_openings_withprinted_are_refused(refused, target, tmp_path):
     empty = written(tmp_path / "openings.txt", " ", "")
     line = refused(
-        "train",
-        "data",
-        target,
-        tmp_path / "data",
-        "--self",
-        2,
-        "--openings",
-        empty,
-        "--length",
-        120,
-    )
+        "train", "data", target, tmp_path / "data", "--self", 2, "--openings", empty,
+        "--length", 120
+    )  # fmt: skip
     assert "openings.txt has no line with text" in line
     assert not (tmp_path / "data").exists()
 
@@ -456,6 +449,7 @@ def test_a_directory_of_something_else_stays_as_it_is(refused, target, tmp_path)
         "train", "data", target, file, file, "--length", 60
     )
     assert file.read_bytes() == before
+
     directory = tmp_path / "other"
     directory.mkdir()
     written(directory / "notes.txt", "mine")

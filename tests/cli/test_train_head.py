@@ -1,4 +1,4 @@
-"""``eagle3 train head`` as a command: where a head begins, what of it is learned, and what is measured meanwhile."""
+"""``eagle3 train head``: where a head begins, what of it is learned, and what is measured."""
 
 from __future__ import annotations
 
@@ -29,14 +29,8 @@ SHAPE = ("--batch", 2, "--unroll", 2, "--dtype", "float32", "--store", "float32"
 HEAD = (*SHAPE, "--draft-vocab-size", 32)
 ONE_STEP = ("--steps", 1, "--warmup-steps", 0)
 STILL = (
-    *ONE_STEP,
-    "--learning-rate",
-    1e-25,
-    "--embedding-learning-rate",
-    1e-25,
-    "--evaluate-every",
-    0,
-)
+    *ONE_STEP, "--learning-rate", 1e-25, "--embedding-learning-rate", 1e-25, "--evaluate-every", 0
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -101,15 +95,9 @@ def test_a_head_continues_from_another_one(cli, files, tmp_path):
     first_losses = []
     for name, options in (("fresh", ()), ("continued", ("--init", files.head))):
         arguments = (
-            files.target,
-            files.data,
-            tmp_path / name,
-            *HEAD,
-            *ONE_STEP,
-            "--evaluate-every",
-            1,
-            *options,
-        )
+            files.target, files.data, tmp_path / name, *HEAD, *ONE_STEP, "--evaluate-every", 1,
+            *options
+        )  # fmt: skip
         assert cli("train", "head", *arguments)[0] == 0
         first_losses.append(logged(tmp_path / name)[0]["loss"])
     assert first_losses[1] < 0.9 * first_losses[0]  # equal if the other head were not read
@@ -118,27 +106,20 @@ def test_a_head_continues_from_another_one(cli, files, tmp_path):
 def test_another_draft_vocabulary_keeps_all_but_the_output_matrix(cli, files, tmp_path):
     out = tmp_path / "out"
     arguments = (
-        files.target,
-        files.data,
-        out,
-        *SHAPE,
-        "--draft-vocab-size",
-        24,
-        *STILL,
-        "--init",
-        files.head,
-    )
+        files.target, files.data, out, *SHAPE, "--draft-vocab-size", 24, *STILL,
+        "--init", files.head
+    )  # fmt: skip
     assert cli("train", "head", *arguments)[0] == 0
+
     before = weights(files.head)
     after = weights(out)
     assert before.keys() == after.keys()
     for name in before.keys() - {"lm_head.weight", "d2t", "t2d"}:
         assert np.array_equal(before[name], after[name]), name
+
     ids = after["d2t"] + np.arange(24)
-    assert np.array_equal(
-        after["lm_head.weight"],
-        load_file(files.target / "model.safetensors")["lm_head.weight"][ids],
-    )
+    table = load_file(files.target / "model.safetensors")["lm_head.weight"]
+    assert np.array_equal(after["lm_head.weight"], table[ids])
 
 
 @pytest.mark.parametrize("method", [method for method in RECIPES if method != "draft-model"])
@@ -188,6 +169,7 @@ def test_a_head_that_the_run_cannot_continue_is_refused(refused, files, tmp_path
     edit_tensors(own_embedding, embed_tokens__weight=np.ones((96, 16), np.float32))
     wider = write_llama(tmp_path / "wider", width=32)
     other_method = "is a head of the method eagle3, and --method is {}; give the same"
+
     for target, init, options, says in (
         (files.target, tmp_path / "absent", HEAD, "absent"),
         (files.target, files.target, HEAD, "is a language model, not a draft head"),
@@ -217,15 +199,20 @@ def test_a_run_knows_the_head_that_it_began_from(cli, refused, files, tmp_path, 
     """By its weights: the directory may move, and its content may not change."""
     head = shutil.copytree(files.head, tmp_path / "head")
     out = tmp_path / "out"
-    arguments = ("train", "head", files.target, files.data, out, *HEAD, "--steps", 2, "--warmup-steps", 1,
-                 "--evaluate-every", 0, "--init")  # fmt: skip
+    arguments = (
+        "train", "head", files.target, files.data, out, *HEAD, "--steps", 2, "--warmup-steps", 1,
+        "--evaluate-every", 0, "--init",
+    )  # fmt: skip
+
     with monkeypatch.context() as patch:
         kill_after(patch, 1)
         assert cli(*arguments, head)[0] == 130
+
     norm = load_file(head / "model.safetensors")["norm.weight"]
     edit_tensors(head, norm__weight=norm + 1)
     assert "--init was sha256 " in refused(*arguments, head)
     assert "--init was sha256 " in refused(*arguments[:-1])
+
     code, printed, _ = cli(*arguments, files.head)
     assert code == 0 and "continuing from step 1" in printed
 
@@ -237,11 +224,13 @@ def test_a_frozen_output_matrix_is_the_targets(cli, files, tmp_path):
     out = tmp_path / "out"
     options = ("--steps", 3, "--warmup-steps", 1, "--freeze-output", "--evaluate-every", 0)
     assert cli("train", "head", files.target, files.data, out, *HEAD, *options)[0] == 0
+
     head = weights(out)
     table = load_file(files.target / "model.safetensors")["lm_head.weight"]
     ids = head["d2t"] + np.arange(32)
     assert head["lm_head.weight"].dtype == np.float32
     assert head["lm_head.weight"].tobytes() == table[ids].tobytes()
+
     learned = weights(files.head)
     assert not np.array_equal(learned["lm_head.weight"], table[learned["d2t"] + np.arange(32)]), (
         "unless it is frozen"
@@ -281,31 +270,21 @@ def test_options_that_a_method_does_not_have_leave_nothing(refused, files, tmp_p
 def test_a_draft_model_is_written_with_the_tokenizer_of_its_target(cli, tmp_path):
     target = write_chat_target(tmp_path / "target", layers=2)
     documents = tmp_path / "own.jsonl"
-    documents.write_text(
-        "".join(
-            json.dumps({"prompt": f"one {letter}", "completion": "two"}) + "\n"
-            for letter in "cdefghij"
-        )
-    )
+    letters = [{"prompt": f"one {letter}", "completion": "two"} for letter in "cdefghij"]
+    documents.write_text("".join(json.dumps(row) + "\n" for row in letters))
+
     data = tmp_path / "data"
     assert cli("train", "data", target, data, documents, "--held-out", 0.5, "--length", 20)[0] == 0
+
     out = tmp_path / "out"
     arguments = (
-        target,
-        data,
-        out,
-        *SHAPE,
-        *ONE_STEP,
-        "--method",
-        "draft-model",
-        "--evaluate-every",
-        0,
-    )
+        target, data, out, *SHAPE, *ONE_STEP, "--method", "draft-model", "--evaluate-every", 0
+    )  # fmt: skip
     assert cli("train", "head", *arguments)[0] == 0
+
     assert (out / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
-    assert (
-        e3.load_drafter(out, target=e3.load_target(target)).drafter.model.config.width == 8
-    )  # half of the target's
+    # A draft model is half as wide as its target.
+    assert e3.load_drafter(out, target=e3.load_target(target)).drafter.model.config.width == 8
 
 
 # ---------------------------------------------------------------- features
@@ -315,15 +294,9 @@ def test_features_that_are_stored_give_the_loss_that_the_target_gives(cli, files
     losses = []
     for name, options in (("stored", ()), ("online", ("--online",))):
         arguments = (
-            files.target,
-            files.data,
-            tmp_path / name,
-            *HEAD,
-            *ONE_STEP,
-            "--evaluate-every",
-            1,
-            *options,
-        )
+            files.target, files.data, tmp_path / name, *HEAD, *ONE_STEP, "--evaluate-every", 1,
+            *options
+        )  # fmt: skip
         assert cli("train", "head", *arguments)[0] == 0
         losses.append(logged(tmp_path / name)[0]["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=0.01)  # bfloat16 has 8 bits
@@ -334,16 +307,9 @@ def test_a_full_disk_leaves_whole_parts_of_features(cli, refused, files, tmp_pat
     monkeypatch.setattr(features, "TEXTS_OF_A_PART", 4)
     data = written_texts(tmp_path / "data")
     arguments = (
-        "train",
-        "head",
-        files.target,
-        data,
-        tmp_path / "out",
-        *HEAD,
-        *ONE_STEP,
-        "--evaluate-every",
-        0,
-    )
+        "train", "head", files.target, data, tmp_path / "out", *HEAD, *ONE_STEP,
+        "--evaluate-every", 0
+    )  # fmt: skip
     with monkeypatch.context() as patch:
         patch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10))
         assert f"disk full: {data / 'features'}" in cli(*arguments)[2]
@@ -377,16 +343,8 @@ def test_the_log_says_how_the_head_decodes(cli, files, tmp_path, monkeypatch):
     unbroken = tmp_path / "unbroken"
     out = tmp_path / "out"
     options = (
-        *HEAD,
-        "--steps",
-        3,
-        "--warmup-steps",
-        1,
-        "--evaluate-every",
-        1,
-        "--init",
-        files.head,
-    )
+        *HEAD, "--steps", 3, "--warmup-steps", 1, "--evaluate-every", 1, "--init", files.head
+    )  # fmt: skip
     assert cli("train", "head", files.target, files.data, unbroken, *options)[0] == 0
     lines = logged(unbroken)
     assert [line["step"] for line in lines] == [1, 2, 3]

@@ -1,4 +1,4 @@
-"""A claim on docs/articles.md is attributed to an article only if the article's own words are in quotations.toml."""
+"""A claim of docs/articles.md is an article's only if quotations.toml has the article's words."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ def test_claims_are_in_the_words_of_their_sources() -> None:
     attributed = [
         row for row in rows if len(row) == 4 and row[2].startswith("**") and row[1] != "–"
     ]
+
     for claim, names, _, _ in attributed:
         sources = ["\n".join(ARTICLES[name]["quotations"]) for name in names.split(", ")]
         words = [*re.findall(r"“([^”]+)”", claim), *re.findall(NAMES, claim)]
@@ -25,4 +26,5 @@ def test_claims_are_in_the_words_of_their_sources() -> None:
         assert [
             quotation for quotation in words if not any(quotation in source for source in sources)
         ] == []
+
     assert {name for row in attributed for name in row[1].split(", ")} == set(ARTICLES)

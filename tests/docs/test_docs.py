@@ -66,7 +66,7 @@ def code_of(block: re.Match[str]) -> str:
 
 
 def commands_in(block: re.Match[str], page: str) -> Iterator[list[str]]:
-    """The commands of a block as words; a quotation, or a line that ends with a backslash, continues."""
+    """The commands of a block as words; a quotation, or a backslash at its end, goes on."""
     pending = ""
     for line in code_of(block).replace("\\\n", " ").splitlines():
         pending += line
@@ -96,33 +96,43 @@ def with_code() -> list[str]:
 def test_the_blocks_of_a_page_run_in_order(
     page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs the blocks, then the commands next to a file ``mine.py`` of the blocks that begin with its name."""
+    """Runs the blocks, then the commands.
+
+    They find a file ``mine.py`` of the blocks that begin with its name.
+    """
     text = text_of(page)
     blocks = blocks_of(page, "python")
     if "from_regex" in text:
         pytest.importorskip("outlines_core")
-    module = types.ModuleType("page")  # dataclasses look their module up
+    # Dataclasses look their module up.
+    module = types.ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)
     monkeypatch.delitem(sys.modules, "mine", raising=False)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.chdir(tmp_path)  # where a page writes files
-    Path("mine.py").write_text(
-        "\n".join(code_of(block) for block in blocks if block[2].startswith("# mine.py"))
-    )
-    Path("eagle3_jax").symlink_to(ROOT / "eagle3_jax")  # for paths as from a checkout
+
+    # Here a page writes files, and finds paths as from a checkout.
+    monkeypatch.chdir(tmp_path)
+    parts = [code_of(block) for block in blocks if block[2].startswith("# mine.py")]
+    Path("mine.py").write_text("\n".join(parts))
+    Path("eagle3_jax").symlink_to(ROOT / "eagle3_jax")
     Path("TARGET").symlink_to(bundled("target"))
     Path("HEAD").symlink_to(bundled("eagle3"))
     Path("prompts.jsonl").write_text('{"prompt": "import os", "max_new_tokens": 8}\n')
+
     printed = ""
-    with tiny.unchecked():  # as users run them
+    # Users run the blocks unchecked.
+    with tiny.unchecked():
         for block in blocks:
-            above = text[: block.start(2)].count("\n")  # a failure names the line of the page
+            # A failure names the line of the page.
+            above = text[: block.start(2)].count("\n")
             exec(compile("\n" * above + code_of(block), str(DOCS / page), "exec"), vars(module))
             out = capsys.readouterr().out
             if shown := re.match(r"\n\n```text\n(.*?)```", text[block.end() :], re.DOTALL):
                 assert out == shown[1], f"{page}: what a block prints"
             printed += out
+
         assert all(shown in printed for shown in SHOWN.get(page, ()))
+
         for program, *arguments in commands_to_run(page):
             assert program == "eagle3", (
                 f"{program} does not run in a test; begin its block with {NOT_RUN!r}"
@@ -150,6 +160,7 @@ def test_the_blocks_of_a_page_run_in_a_process_of_their_own(page: str, tmp_path:
     program_path = tmp_path / "page.py"
     program_path.write_text(program_of(page))
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+
     done = subprocess.run(
         [sys.executable, program_path],
         env=environment,
@@ -158,6 +169,7 @@ def test_the_blocks_of_a_page_run_in_a_process_of_their_own(page: str, tmp_path:
         text=True,
         check=False,
     )
+
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout == IN_A_PROCESS[page]
 
@@ -168,11 +180,13 @@ def everything_to_type() -> Iterator[tuple[str, list[str]]]:
         yield from (
             (page, words) for block in blocks_of(page, "bash") for words in commands_in(block, page)
         )
+
         lines = [
             line
             for block in blocks_of(page, "text")
             for line in code_of(block).replace("\\\n", " ").splitlines()
         ]
+
         lines += re.findall(r"`(eagle3 [^`\n]+ [^`\n]+)`", text_of(page))
         yield from (
             (page, shlex.split(line, comments=True))
@@ -187,16 +201,20 @@ def test_every_command_on_the_pages_can_be_typed() -> None:
     seen = 0
     wrong = []
     for page, words in everything_to_type():
-        if "do" in words:  # a loop of the shell
+        # A loop of the shell.
+        if "do" in words:
             words = words[words.index("do") + 1 :]
             words = words[: words.index("&")] if "&" in words else words
-        while words and "=" in words[0] and not words[0].startswith("-"):  # a variable in front
+        # A variable in front.
+        while words and "=" in words[0] and not words[0].startswith("-"):
             words = words[1:]
         words = ["eagle3", *words[3:]] if words[:3] == ["python", "-m", "eagle3_jax"] else words
+
         if words and (check := checks.get(Path(words[0]).name)):
             seen += 1
             if problem := check(words[1:]):
                 wrong.append(f"{page}: {shlex.join(words)}: {problem}")
+
     assert not wrong, "\n".join(wrong)
     assert seen > 60
 
@@ -217,6 +235,7 @@ def wrong_with_ours(words: list[str]) -> str | None:
             return f"no command {words[:1]}; there are {', '.join(command.commands)}"
         command = command.commands[words[0]]
         words = words[1:]
+
     known = {
         option
         for parameter in command.params
@@ -228,6 +247,7 @@ def wrong_with_ours(words: list[str]) -> str | None:
         for parameter in command.params
         if parameter.required and parameter.opts[0][0] == "-"
     }
+
     problems = [f"no option {option}" for option in written - known - {"--help", "-h"}]
     problems += [f"{option} is required" for option in required - written if words]
     return next(iter(problems), None)
@@ -238,11 +258,11 @@ def wrong_with_vllms(words: list[str]) -> str | None:
     unknown = [word for word in words if word.startswith("-") and word not in VLLM[name]]
     if unknown:
         return f"vLLM {VLLM['version']} has no {unknown[0]}"
-    if (
-        "--dataset-name" in words
-        and words[words.index("--dataset-name") + 1] not in VLLM["datasets"]
-    ):
+
+    data_set = words[words.index("--dataset-name") + 1] if "--dataset-name" in words else None
+    if data_set is not None and data_set not in VLLM["datasets"]:
         return "no such data set"
+
     if "--speculative-config" in words:
         settings = json.loads(words[words.index("--speculative-config") + 1])
         strange = [key for key in settings if key not in VLLM["speculative_config"]]
@@ -279,7 +299,7 @@ REFERENCE = "\n".join(path.read_text(encoding="utf-8") for path in (DOCS / "api"
 
 
 def is_public(module: str, name: str) -> bool:
-    """Returns whether the reference documents a name, its whole module or the module that defines it."""
+    """Returns whether the reference has a name, its module or the module that defines it."""
     value = getattr(importlib.import_module(module), name, None) or importlib.import_module(
         f"{module}.{name}"
     )
@@ -293,6 +313,7 @@ def is_public(module: str, name: str) -> bool:
 def test_what_pages_and_notebooks_import_is_in_the_reference() -> None:
     programs = [program_of(page) for page in with_code()]
     programs += [path.read_text(encoding="utf-8") for path in (ROOT / "notebooks").glob("[01]*.py")]
+
     seen = {
         (node.module, alias.name)
         for program in programs
@@ -302,5 +323,6 @@ def test_what_pages_and_notebooks_import_is_in_the_reference() -> None:
         and node.module.startswith("eagle3_jax.")
         for alias in node.names
     }
+
     assert len(seen) > 50
     assert not [f"{module}.{name}" for module, name in sorted(seen) if not is_public(module, name)]

@@ -201,13 +201,14 @@ EXERCISES = [(notebook, name) for notebook, exercises in WRONG.items() for name 
 
 
 class Exercise:
-    """The cells of one exercise and the definitions that they use, without the rest of the notebook."""
+    """The cells of one exercise and the definitions that they use, and no more of the notebook."""
 
     def __init__(self, notebook: str, name: str) -> None:
         (path,) = FOLDER.glob(f"{notebook}_*.py")
         self.source = path.read_text(encoding="utf-8")
         self.name = name
         self.uses = {use[0]: use for use in USED.findall(self.source)}
+
         nodes = ast.parse(self.source).body
         self.definitions = {
             node.name: node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)
@@ -217,8 +218,10 @@ class Exercise:
         self.constants = {
             name: node for name, node in zip(names, assignments, strict=True) if name.isupper()
         }
+
         self.scope: dict[str, Any] = {}
         self.run(*(node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)))
+
         _, answer, check = self.uses[name]
         for function in (name, answer, check):
             self.define(function)
@@ -229,15 +232,18 @@ class Exercise:
         """Executes a definition of the notebook, after the definitions that it uses."""
         if name in self.scope:
             return
-        if name in self.uses and name != self.name:  # an earlier exercise: its answer
+        # Of an earlier exercise the answer.
+        if name in self.uses and name != self.name:
             answer = self.uses[name][1]
             self.define(answer)
             self.scope[name] = self.scope[answer]
             return
+
         node = self.definitions.get(name) or self.constants.get(name)
         if node is None:
             return
-        self.scope[name] = None  # a function that calls itself
+        # A function may call itself.
+        self.scope[name] = None
         for used in sorted(names_of_notebook(node)):
             self.define(used)
         self.run(node)

@@ -1,4 +1,4 @@
-"""A kind of head has a drafter, a recipe of training, and rows in the contract and in the tables of the pages."""
+"""A kind of head has a drafter, a recipe, and rows in the contract and in the pages' tables."""
 
 from __future__ import annotations
 

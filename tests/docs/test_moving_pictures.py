@@ -58,6 +58,7 @@ def test_accepted_part_and_residual_are_p(
     show(page, Moving("acceptance", {"labels": LABELS, "target": TARGET, "drafter": DRAFTER}))
     for name, value in (("temperature", temperature), ("top_p", top_p), ("error", error)):
         move(page, name, value)
+
     target = np.array(TARGET)
     p = softmax(target / temperature)
     order = np.argsort(-p)
@@ -65,19 +66,18 @@ def test_accepted_part_and_residual_are_p(
     p[order[before >= top_p]] = 0
     p /= p.sum()
     q = softmax((target + error * (np.array(DRAFTER) - target)) / temperature)
+
     bars = page.locator("g[data-token]")
     read = lambda name: np.array([float(bar.get_attribute(f"data-{name}")) for bar in bars.all()])
     np.testing.assert_allclose(read("p"), p, atol=1e-12)
     np.testing.assert_allclose(read("q"), q, atol=1e-12)
     np.testing.assert_allclose(read("accepted"), np.minimum(p, q), atol=1e-12)
     np.testing.assert_allclose(read("accepted") + read("residual"), p, atol=1e-12)
+
     accepted = np.minimum(p, q).sum()
     assert number(page, "accepted") == pytest.approx(accepted, abs=6e-4)
-    assert (
-        number(page, "residual")
-        == number(page, "rejected")
-        == pytest.approx(1 - accepted, abs=6e-4)
-    )
+    rejected = number(page, "rejected")
+    assert number(page, "residual") == rejected == pytest.approx(1 - accepted, abs=6e-4)
     assert number(page, "sum") == 1
 
 
@@ -86,18 +86,22 @@ def test_tokens_sampled_by_the_rule_approach_p(page: Any) -> None:
     for _ in range(20):
         page.click("button")
     assert "10000 tokens" in page.locator(".counted").text_content()
+
     # The height of a mark over the height of the bar of p is frequency over p.
     heights = page.evaluate(
         """() => [...document.querySelectorAll("g[data-token]")].map(group => {
           const mark = group.querySelector("line"), bars = group.querySelectorAll("rect");
           const bar = bars[4];
-          return (Number(bar.getAttribute("y")) + Number(bar.getAttribute("height")) - Number(mark.getAttribute("y1")))
+          const bottom = Number(bar.getAttribute("y")) + Number(bar.getAttribute("height"));
+          return (bottom - Number(mark.getAttribute("y1")))
             / Number(bar.getAttribute("height"));
         })"""
     )
+
     p = softmax(np.array(TARGET))
     noise = np.sqrt(p * (1 - p) / 10_000)
     assert np.all(np.abs(np.array(heights) * p - p) < 6 * noise)
+
     move(page, "temperature", 0.5)
     assert page.locator(".counted").text_content() == "", "another p starts again"
 
@@ -142,36 +146,34 @@ def test_a_round_accepts_and_commits_the_path(
 ) -> None:
     show(page, Moving("draft_tree", {**TREE, "choice_ids": choices}))
     root = page.locator(".e3-draft_tree")
+
     names = [root.get_attribute("data-step")]
     while page.locator("button[name=next]").is_enabled():
         page.click("button[name=next]")
         names.append(root.get_attribute("data-step"))
         if names[-1] == "mask":
             cells = page.locator("rect[data-row]").all()
-            seen = np.array([cell.get_attribute("data-seen") == "true" for cell in cells]).reshape(
-                9, 9
-            )
+            seen = np.array([cell.get_attribute("data-seen") == "true" for cell in cells])
             expected = ancestor_mask(jnp.array(PARENTS)[None], 3)[0]
-            np.testing.assert_array_equal(seen, expected)
-    assert names == [
-        "start",
-        *["propose"] * 3,
-        "mask",
-        "verify",
-        *["accept"] * (len(path) + 1),
-        "commit",
-    ]
+            np.testing.assert_array_equal(seen.reshape(9, 9), expected)
+
+    accepts = ["accept"] * (len(path) + 1)
+    assert names == ["start", *["propose"] * 3, "mask", "verify", *accepts, "commit"]
+
     groups = page.locator("g[data-node]").all()
     shown = {int(g.get_attribute("data-node")): g.get_attribute("data-kind") for g in groups}
     assert [shown[node] for node in range(9)] == statuses(PARENTS, path)
+
     slots = page.locator("g[data-line='1']").all()
     contents = [slot.get_attribute("data-holds") for slot in slots]
     assert contents == [*map(str, [0, *path]), *[""] * (8 - len(path))]
     assert int(slots[0].get_attribute("data-slot")) == 40
+
     caption = page.locator(".caption").text_content()
     assert f"grows by {len(path) + 1}" in caption
     end = path[-1] if path else 0
     assert f"choice {end}" in caption
+
     page.click("button[name=back]")
     assert ("bonus" in page.locator(".caption").text_content()) == (end not in PARENTS)
 
@@ -192,22 +194,17 @@ def test_recorded_rounds_are_shown_with_their_values(page: Any) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("name", ["acceptance", "speedup", "draft_tree"])
 def test_a_picture_fits_a_phone_and_is_legible(page: Any, name: str, scheme: str) -> None:
-    values = {
-        "labels": LABELS,
-        "target": TARGET,
-        "drafter": DRAFTER,
-        "tau": 2.4,
-        "v": 1.2,
-        "c": 0.1,
-        "K": 3,
-    }
+    values = {"labels": LABELS, "target": TARGET, "drafter": DRAFTER}
+    values |= {"tau": 2.4, "v": 1.2, "c": 0.1, "K": 3}
     values |= {**TREE, "choice_ids": [1, 4, 9, 9, 8, 9, 9, 9, 9]}
+
     show(page, Moving(name, values), width=390, scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     style = f"getComputedStyle(document.querySelector('.e3-{name}'))"
     luminance = lambda color: np.dot(
         [0.21, 0.72, 0.07], [int(part) for part in color[4:-1].split(",")[:3]]
     )
+
     ink = luminance(page.evaluate(f"{style}.color"))
     paper = luminance(page.evaluate(f"{style}.backgroundColor"))
     assert (ink < paper) == (scheme == "light")

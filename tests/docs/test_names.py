@@ -1,4 +1,4 @@
-"""Names that tests give each other exist: those of slow tests, and the functions of injected bugs."""
+"""Names that tests give each other exist: of slow tests, and of functions of injected bugs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notebooks: each is equal to its pair, a problem in one is fatal, and what they share says what is real.
+"""Notebooks: each equals its pair, a problem in one is fatal, what they share says what is real.
 
 That they run is checked by running them: ``make notebooks``.
 """
@@ -52,6 +52,7 @@ def test_another_environment_is_told_what_to_install(source: Path) -> None:
     first = next(
         cell["source"] for cell in jupytext.read(source).cells if cell["cell_type"] == "code"
     )
+
     done = subprocess.run(
         [sys.executable, "-E", "-S", "-c", first],
         capture_output=True,
@@ -59,6 +60,7 @@ def test_another_environment_is_told_what_to_install(source: Path) -> None:
         check=False,
         cwd=source.parent,
     )
+
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "pip install" in done.stderr
@@ -186,7 +188,10 @@ def test_every_variable_is_documented_and_no_other() -> None:
     [([1, 4], "rauraur"), ([], "rrruuuu")],
 )
 def test_a_picture_says_what_became_of_each_node(path: list[int], expected: str) -> None:
-    """0 -> 1 -> 3 -> 5, 0 -> 2, 1 -> 4 -> 6; by first letters, ``u`` for never visited, and the root is one more r."""
+    """0 -> 1 -> 3 -> 5, 0 -> 2, 1 -> 4 -> 6 by first letters.
+
+    ``u`` is for never visited, and the root is one more ``r``.
+    """
     letters = [status[0].replace("n", "u") for status in statuses([-1, 0, 0, 1, 1, 3, 4], path)]
     assert "".join(letters) == expected
 

@@ -38,10 +38,10 @@ def test_the_runs_are_small_complete_and_of_the_chat_model() -> None:
         assert start["model"] == "smollm2" and start["lossless"] is True
         (done,) = events_of(number, "done")
         assert done["same_text"] or start["temperature"] > 0
-        assert len(events_of(number, "probabilities")) == len(
-            events_of(number, "round", "speculative")
-        )
+        num_rounds = len(events_of(number, "round", "speculative"))
+        assert len(events_of(number, "probabilities")) == num_rounds
         assert saved["title"]
+
     titles = " ".join(saved["title"] for saved in SAVED)
     assert "chain" in titles and "tree" in titles and "temperature" in titles
 
@@ -53,24 +53,26 @@ def test_a_recorded_run_is_shown_and_replayed_without_a_server(address: str) -> 
         page.goto(address)
         page.wait_for_selector("body[data-state=done]")
         assert page.is_hidden("#ask")
+
         for number in (1, 2, 0):
             page.select_option("#choice", str(number))
             for lane in LANES:
                 assert page.text_content(f"#{lane}-text") == text_of(number, lane)
         assert page.inner_text("#figures tr:last-child td:last-child") == "yes"
+
         page.select_option("#speed", "0.025")
         page.click("#replay")
         page.click("#pause")
         assert len(page.text_content("#speculative-text")) < 20
+
         rounds = events_of(0, "round", "speculative")
-        texts = [
-            "".join(text for text in event["texts"])
-            for event in events_of(0, "first", "speculative") + rounds
-        ]
+        events = events_of(0, "first", "speculative") + rounds
+        texts = ["".join(event["texts"]) for event in events]
         for count in range(1, 4):
             page.click("#step")
             page.wait_for_selector(f"#speculative-text > :nth-child({count})")
             assert page.text_content("#speculative-text") == "".join(texts[:count])
+
         page.click("#back")
         page.wait_for_selector("#speculative-text > :nth-child(3)", state="detached")
         assert requests == [address]
@@ -88,6 +90,7 @@ def test_a_click_on_a_round_shows_its_draft_and_its_probabilities(address: str) 
             assert f"Round {index + 1} of {len(rounds)}" in page.inner_text("#round-title")
             assert page.locator("#tree .node").count() == len(round_["tokens"]) + 1
             nodes = events_of(number, "probabilities")[index]["nodes"]
+
             for node in range(1, len(round_["tokens"])):
                 page.click(f"#tree .node[data-node='{node}']")
                 bars = nodes[round_["parents"][node]]["bars"]
@@ -98,10 +101,9 @@ def test_a_click_on_a_round_shows_its_draft_and_its_probabilities(address: str) 
                 assert styles == pytest.approx(widths, abs=1e-3)
                 named = page.locator("#bars .word.named")
                 assert named.count() == 1
-                assert (
-                    named.get_attribute("title").replace("␣", " ").replace("⏎", "\n")
-                    == round_["labels"][node]
-                )
+                title = named.get_attribute("title").replace("␣", " ").replace("⏎", "\n")
+                assert title == round_["labels"][node]
+
             if round_["path"]:
                 kinds = page.locator(f".round[data-round='{index}'] .token").evaluate_all(
                     "tokens => tokens.map(token => getComputedStyle(token).borderBottomStyle)"
@@ -116,10 +118,12 @@ def test_the_page_fits_a_telephone_and_follows_the_color_scheme(address: str, sc
         for number in range(len(SAVED)):
             page.select_option("#choice", str(number))
             assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
         background, ink = page.evaluate(
             "[getComputedStyle(document.body).backgroundColor,"
             " getComputedStyle(document.body).color]"
         )
+
         brightness = [
             sum(map(int, color.removeprefix("rgb(").removesuffix(")").split(",")))
             for color in (background, ink)

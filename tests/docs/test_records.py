@@ -57,6 +57,7 @@ def test_the_readme_quotes_the_h100() -> None:
     plain_steps = {
         name: gpu.FIGURES[name]["round_in_bases"]["median"] for name in ("chain", "verify 6")
     }
+
     check_quoted(
         "README.md",
         f"On one {gpu.RECORD['device']} in bfloat16",
@@ -65,6 +66,7 @@ def test_the_readme_quotes_the_h100() -> None:
         f"a round of K=5 takes {plain_steps['chain']:.2f} plain steps",
         f"a verification of 6 tokens {plain_steps['verify 6']:.2f} (random weights)",
     )
+
     copied = next(
         fact["tb_per_second"] for fact in gpu.RECORD["facts"] if fact["name"] == "bandwidth, copy"
     )
@@ -76,15 +78,18 @@ def test_the_page_quotes_the_h200() -> None:
     measured = gpu.H200["h200"]
     programs = [measured["bits"][f"programs of the {part}"] for part in ("prefill", "rounds")]
     assert {(result["values"], len(result["by other kernels"])) for result in programs} == {(25, 0)}
+
     comparisons = [
         result
         for name, result in measured["bits"].items()
         if not name.startswith(("programs", "clocks"))
     ]
+
     assert all(
         not result["texts that part"] and not result["arrays that differ"] for result in comparisons
     )
     ((texts, values),) = {(result["texts"], result["values"]) for result in comparisons}
+
     read = [measured["weights"]["step_bytes"][kind] for kind in ("fp8", "int8")]
     seconds = [
         measured["weights"][f"{kind}, plain"]["seconds_per_round"]["median"]
@@ -92,6 +97,7 @@ def test_the_page_quotes_the_h200() -> None:
     ]
     copied = measured["weights"]["copy_bytes_per_second"]
     (share,) = {f"{count / time / copied:.0%}" for count, time in zip(read, seconds, strict=True)}
+
     quick = gpu.H200["validation"]
     assert {
         name for name, level in quick["levels"].items() if level["verdict"] == "passed (quick)"
@@ -101,6 +107,7 @@ def test_the_page_quotes_the_h200() -> None:
         next(check["numbers"] for check in quick["passed"] if check["name"].startswith(name))
         for name in ("texts are equal but for ties", "texts in bfloat16")
     )
+
     check_quoted(
         "docs/gpu.md",
         f"all {len(comparisons)} comparisons are equal, each in {texts} texts of 128 new tokens and"
@@ -118,6 +125,7 @@ def test_the_numbers_quote_the_chat_model() -> None:
     ratios = [
         f"{milliseconds(name) / milliseconds(f'{name}, products alone'):.2f}" for name in prefills
     ]
+
     divergence = chat_model.RECORD["divergence"]
     texts = chat_model.RECORD["texts"]
     starts = {
@@ -126,6 +134,7 @@ def test_the_numbers_quote_the_chat_model() -> None:
     }
     cold = starts["int8", "cold"]
     warm_seconds = starts["int8", "warm"]["first_character_seconds"]
+
     check_quoted(
         "docs/numbers.md",
         f"four rows in `int8`** spends {figures['int8, 4 rows']['outside_products']:.0%} outside"
@@ -164,6 +173,7 @@ def test_the_page_of_the_validation_quotes_its_record() -> None:
     (rounded,) = run.checks("L5", "the pair agrees with vllm in bfloat16")
     heads = run.checks("L8", "a head of every variation")
     largest_difference = max(abs(check.numbers["draft_logits_apart"]) for check in heads)
+
     sampled = [
         check.numbers
         for check in run.checks("L6", "sampled tokens follow")
@@ -172,6 +182,7 @@ def test_the_page_of_the_validation_quotes_its_record() -> None:
     sequences, tokens = (
         run.total("L2", words, "tests") for words in ("sequences follow", "millions of tokens")
     )
+
     check_quoted(
         "docs/validation.md",
         f"{total('distinct_positions'):,} distinct positions in float32 ({total('tokens_scored'):,}"
@@ -214,6 +225,7 @@ def test_choosing_quotes_its_records() -> None:
     tau = lambda name: lengths[name]["acceptance"]["mean_acceptance_length"]
     ratio = lambda row: f"{row['ratio']['median']:.2f}"
     chains = [(k, f"chain K={k}", lengths[f"chain K={k}"]) for k in (2, 3, 4, 5)]
+
     tree = lengths["tree N=8 G=4"]
     large = speeds.SMALL.rows["tree N=60 G=8"]
     head, ngram, both = (
@@ -222,6 +234,7 @@ def test_choosing_quotes_its_records() -> None:
     )
     of_task = {part["task"]: part["ratio"]["value"] for part in ngram["tasks"]}
     shares = [f"{share:.2f}"[1:] for share in acceptance("chain K=5")["acceptance_per_position"]]
+
     check_quoted(
         "docs/choosing.md",
         *(
@@ -252,6 +265,7 @@ def test_the_algorithm_quotes_the_run_of_its_pictures() -> None:
         f"Of its {run['tree_nodes']} nodes, the root included, {run['tree_accepted']} were"
         " accepted",
     )
+
     assert (run["tree_added"] == "bonus") == (
         "the target added a bonus token" in page("docs/algorithm.md")
     )
@@ -262,11 +276,13 @@ def test_the_example_measures_what_the_tables_show(tmp_path: Path) -> None:
     main = runpy.run_path(str(ROOT / "examples" / "experiments.py"))["main"]
     main(["methods", *options.split(), "--output", str(tmp_path / "methods.json")])
     record = json.loads((tmp_path / "methods.json").read_text())
+
     assert [(row["method"], row["draft"]) for row in record["rows"]] == [
         ("ngram", "K=2"), ("eagle3", "K=2"), ("eagle3", "tree N=3 G=2"),
     ]  # fmt: skip
     assert [
         (row["method"], "cannot draft a tree" in row["reason"]) for row in record["missing"]
     ] == [("ngram", True)]
+
     assert all(row["lossless"] and row["same_texts"] for row in record["rows"])
     assert "| method | parameters | K=2 | tree N=3 G=2 |" in methods.what_was_measured(record)

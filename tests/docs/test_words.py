@@ -1,4 +1,4 @@
-"""Pages, notebooks, commands and code avoid words that readers of earlier versions had to read twice."""
+"""Pages, notebooks, commands and code avoid words that readers had to read twice."""
 
 from __future__ import annotations
 
@@ -112,11 +112,10 @@ def read_code(source: str) -> Iterator[tuple[int, str]]:
         return
 
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
-            node
-        ):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
             for words in find_banned_words(without_code(ast.get_docstring(node) or "")):
                 yield node.body[0].lineno, words
+
     names = set()
     comment = ""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -127,7 +126,8 @@ def read_code(source: str) -> Iterator[tuple[int, str]]:
         ):
             names.add(token.string)
             yield token.start[0], token.string
-        elif token.type == tokenize.COMMENT:  # a sentence may continue on the next line
+        elif token.type == tokenize.COMMENT:
+            # A sentence may continue on the next line.
             comment += " " + token.string.lstrip("#: ")
         elif token.type not in (tokenize.NL, tokenize.INDENT, tokenize.DEDENT) and comment:
             yield from (
@@ -141,13 +141,12 @@ def without_code(text: str) -> str:
 
 
 def test_a_banned_word_of_code_is_found_and_an_allowed_one_is_not() -> None:
-    source = "'The `law` of one.'\nthe_law = lawful = 1  # drawn\n# It hangs\n# on it.\ndef f():\n    'Nobody.'\n"
-    assert [words for _, words in read_code(source)] == [
-        "Nobody.",
-        "the_law",
-        "drawn",
-        "It hangs on it.",
-    ]
+    source = (
+        "'The `law` of one.'\nthe_law = lawful = 1  # drawn\n# It hangs\n# on it.\n"
+        "def f():\n    'Nobody.'\n"
+    )
+    words = [words for _, words in read_code(source)]
+    assert words == ["Nobody.", "the_law", "drawn", "It hangs on it."]
 
 
 @pytest.mark.parametrize("folder", CODE)

@@ -179,13 +179,16 @@ def test_a_full_disk_leaves_the_previous_checkpoint_complete(tmp_path: Path) -> 
     state = trainer.start(parameters())
     trainer.save(state)
     state = state.replace(step=state.step + 1)
+
     # Compressed, a table of one number is small.
     noise = jax.random.normal(jax.random.key(0), (300, 300))
     with pytest.raises(WriteError, match=r"^disk full: "), files_of_at_most(20_000):
         trainer.save(state.replace(params={"w": noise}))
     assert names(directory) == ["0"]
+
     trainer.save(state)
-    (directory / "2.orbax-checkpoint-tmp").mkdir()  # as a killed process leaves it
+    # A killed process leaves this directory.
+    (directory / "2.orbax-checkpoint-tmp").mkdir()
     assert int(trainer_in(directory).start(parameters()).step) == 1
     assert names(directory) == ["0", "1"]
 

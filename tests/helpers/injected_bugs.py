@@ -125,9 +125,8 @@ def accept_without_ratio(verify, draft, probs, *, accept, **options):
 def ignore_elder_siblings(verify_points, draft, probs, *, accept, **options):
     p = of_token(at_parent(probs, draft), draft)
     node = jnp.arange(accept.shape[1])
-    elder = (draft.parents[:, :, None] == draft.parents[:, None, :]) & (
-        node[None, :] < node[:, None]
-    )
+    is_sibling = draft.parents[:, :, None] == draft.parents[:, None, :]
+    elder = is_sibling & (node[None, None, :] < node[None, :, None])
     remaining = 1.0 - jnp.sum(jnp.where(elder, p[:, None, :], 0.0), axis=-1)
     return verify_points(draft, probs, accept=accept / remaining, **options)
 
@@ -245,7 +244,8 @@ def truncate_first(probabilities, logits, sampling_, *sampling_mode):
 
 
 def tilt(draw, p, uniforms):
-    return draw(p * jnp.where(jnp.arange(p.shape[-1]) % 2 == 0, 1.005, 0.995), uniforms)
+    factors = jnp.where(jnp.arange(p.shape[-1]) % 2 == 0, 1.005, 0.995)
+    return draw(p * jnp.broadcast_to(factors, p.shape), uniforms)
 
 
 def next_key(keys_at, keys, position, purpose):
@@ -312,7 +312,7 @@ def number_nodes(
     call, self, params, tokens, positions, mask, cache=None, aux_layers=(), length=None
 ):
     if cache is not None:
-        positions = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        positions = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     return call(self, params, tokens, positions, mask, cache, aux_layers, length)
 
 

@@ -29,7 +29,7 @@ class Ordinary:
         return {"root": root, "length": state["length"] + seen.length}
 
     def propose(self, params: Any, state: Any, keys: Any, sampling: SamplingParams) -> Draft:
-        tokens = (state["root"][:, None] + jnp.arange(3, dtype=jnp.int32)) % VOCABULARY
+        tokens = (state["root"][:, None] + jnp.arange(3, dtype=jnp.int32)[None]) % VOCABULARY
         parents = jnp.broadcast_to(jnp.array([-1, 0, 1], jnp.int32), tokens.shape)
         return Draft(tokens=tokens, parents=parents, valid=jnp.ones(tokens.shape, jnp.bool_))
 

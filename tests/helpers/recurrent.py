@@ -89,9 +89,8 @@ class RecurrentTarget:
         mask = jnp.broadcast_to(mask, (batch, size, size))
         attention, recurrent = cache.layers if cache is not None else (None, self.empty(batch))
         embedded = params["embedding"][tokens]
-        angle = positions[:, :, None].astype(jnp.float32) * 0.7 ** jnp.arange(
-            1, self.width + 1, dtype=jnp.float32
-        )
+        rates = 0.7 ** jnp.arange(1, self.width + 1, dtype=jnp.float32)
+        angle = positions[:, :, None].astype(jnp.float32) * rates[None, None]
         x = embedded + jnp.sin(angle)
         keys, values = (jnp.matmul(x, params[name])[:, None] for name in "kv")
         keys_values = KeyValue(keys, values)
@@ -127,7 +126,7 @@ class RecurrentTarget:
     ) -> Float[Array, "B T+1 K M"]:
         """Returns the states before the block and after each node: the parent's decayed state plus an update."""
         size = x.shape[1]
-        others = mask & ~jnp.eye(size, dtype=bool)
+        others = mask & ~jnp.eye(size, dtype=bool)[None]
         parents = jnp.max(
             jnp.where(others, jnp.arange(1, size + 1), 0), axis=-1
         )  # 0 is the committed state

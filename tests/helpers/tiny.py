@@ -491,7 +491,7 @@ def known(tree: Any) -> Any:
             return leaf
 
         def keep(layer: KeyValues) -> KeyValues:
-            committed = (jnp.arange(layer.capacity) < leaf.length[:, None])[:, None, :, None]
+            committed = (jnp.arange(layer.capacity)[None] < leaf.length[:, None])[:, None, :, None]
             return jax.tree.map(lambda buffer: jnp.where(committed, buffer, 0), layer)
 
         return leaf.replace(layers=tuple(map(keep, leaf.layers)))

@@ -1,4 +1,4 @@
-"""The public API is that of ``api.txt``: a change of a name or a signature shows as a difference in that file."""
+"""The public API is that of ``api.txt``, which shows a change of a name or a signature."""
 
 from __future__ import annotations
 
@@ -52,13 +52,16 @@ def lines_of(name: str, value: Any) -> Iterator[str]:
     if inspect.isroutine(value):
         yield f"{name}{signature(value)}"
         return
-    if not inspect.isclass(value):  # a module, an alias of a type or a value
+    # A module, an alias of a type or a value.
+    if not inspect.isclass(value):
         yield name
         return
+
     has_signature = value.__init__ is not object.__init__ or hasattr(value, "_fields")
     is_protocol = getattr(value, "_is_protocol", False)
     is_made = has_signature and not is_protocol and not issubclass(value, enum.Enum | Exception)
     yield f"{name}{signature(value)}" if is_made else name
+
     for member, definition in sorted(vars(value).items()):
         if member.startswith("_"):
             continue

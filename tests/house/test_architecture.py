@@ -1,4 +1,4 @@
-"""Reads the direction of every import from the source, and that the library needs no PyTorch and prints nothing."""
+"""Directions of imports, from the source; the library needs no PyTorch and prints nothing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def name_of(path: Path) -> str:
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
-    """Yields every imported module with its statement; a name that is a submodule counts as that module."""
+    """Yields every imported module with its statement; a submodule's name counts as that module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node) for alias in node.names)
@@ -71,6 +71,7 @@ def room_of(module: str) -> str:
 def test_no_import_runs_up() -> None:
     rooms = {room_of(name_of(path)) for path in TREES}
     assert rooms == set(FLOOR_OF), "every package and every file at the root has a floor"
+
     for path, tree in TREES.items():
         room = room_of(name_of(path))
         for imported, node in imports(tree):
@@ -78,9 +79,11 @@ def test_no_import_runs_up() -> None:
             if not is_ours or ast.unparse(node) == "from eagle3_jax import __version__":
                 continue
             lower = room_of(imported)
-            if not lower:  # the whole public API
+            # The public API.
+            if not lower:
                 assert room == "cli", f"{name_of(path)} imports the whole package"
                 continue
+
             is_below = FLOOR_OF[lower] < FLOOR_OF[room]
             assert lower == room or is_below, (
                 f"{name_of(path)} imports {imported}, which is not below it"
@@ -115,15 +118,19 @@ def test_the_library_needs_no_torch_prints_nothing_and_reads_no_environment_vari
     # GPU's memory that JAX takes, a switch for GPUs on which the kernel fails (docs/design.md, 21),
     # and a server's key.
     reads = ("files.writing", "measure.memory", "models.flash", "certify.command")
+
     for path, tree in TREES.items():
         layer = name_of(path).split(".")[0]
-        may_print = layer == "cli" or name_of(path) == "oracle.check"  # a program of its own
+        # The check of the oracle is a program.
+        may_print = layer == "cli" or name_of(path) == "oracle.check"
         at_top = {id(node) for node in tree.body}
+
         for imported, node in imports(tree):
             if imported.split(".")[0] in ("torch", "transformers", "vllm"):
                 where = f"{name_of(path)}:{node.lineno} imports {imported}"
                 may = layer in ("cli", "conversion") or name_of(path) == "bench.transformers"
                 assert may and id(node) not in at_top, where
+
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not may_print:
                 assert node.func.id != "print", f"{name_of(path)}:{node.lineno} prints"
@@ -136,16 +143,19 @@ def test_the_library_needs_no_torch_prints_nothing_and_reads_no_environment_vari
 def test_imports_have_no_circle() -> None:
     """Imports inside functions and for type checkers count too."""
     modules = {}
-    for package in ("eagle3_jax", "eagle3_jax/conversion", "validation"):  # rglob follows no link
+    # rglob follows no link.
+    for package in ("eagle3_jax", "eagle3_jax/conversion", "validation"):
         for path in (ROOT / package).rglob("*.py"):
             parts = path.relative_to(ROOT).with_suffix("").parts
             name = ".".join(parts).removesuffix(".__init__")
             modules[name] = path
+
     imported = {}
     for name, path in modules.items():
         tree = ast.parse(path.read_text())
         imported[name] = {
             module for module, _ in imports(tree) if module in modules and module != name
         }
+
     graph = graphlib.TopologicalSorter(imported)
     graph.prepare()  # a CycleError names the modules

@@ -33,8 +33,8 @@ READING_PATH = (
     "drafters/grow",
 )
 VAGUE_NAMES = """
-    one other own found given asked wanted whole rest said told kept made each place how what of alike apart alone mine
-    beside going left ends
+    one other own found given asked wanted whole rest said told kept made each place how what of
+    alike apart alone mine beside going left ends
 """
 VAGUE = frozenset(VAGUE_NAMES.split())
 SIMPLE = (ast.Assign, ast.Return, ast.Expr, ast.AugAssign, ast.AnnAssign, ast.Assert)
@@ -80,6 +80,7 @@ class Reader:
                     weight += isinstance(child, ast.expr) + self.read(
                         child, in_function=in_function
                     )
+
         is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if in_function and isinstance(node, SIMPLE) and not is_docstring:
             self.weights.append(weight)

@@ -1,4 +1,4 @@
-"""What a report says of the machine, the models and the prompts: all that matters, and nothing private."""
+"""What a report says of machine, models and prompts: all that matters, and nothing private."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ def test_the_environment_has_versions_and_hashes_and_nothing_private(tmp_path: P
     secret = tmp_path / "weights"
     secret.mkdir()
     (secret / "config.json").write_text("{}")
+
     facts = environment(target=str(secret), drafter="org/head")
     assert facts["versions"]["numpy"] == np.__version__
     assert facts["versions"]["eagle3_jax"] == __version__
     assert facts["target"] == {"name": "weights", "sha256": sha256_of(secret)}
     assert facts["drafter"] == {"name": "org/head", "sha256": None}
     assert len(facts["prompts"]["sha256"]) == 64
+
     text = json.dumps(facts)
     for private in (str(tmp_path), str(Path.home()) + "/", str(ROOT), sys.prefix):
         assert private not in text
@@ -44,6 +46,7 @@ def test_a_hash_changes_with_any_content_and_any_name(tmp_path: Path) -> None:
         hashes.append(sha256_of(folder))
         (folder / "README.md").write_text("does not count")
         assert sha256_of(folder) == hashes[-1]
+
     assert len(set(hashes)) == 3
     with pytest.raises(ValueError, match="holds no"):
         sha256_of(tmp_path)

@@ -1,4 +1,7 @@
-"""A GPU that jax cannot use is reported in one line, and `make` installs a jax that can use it. No GPU is needed."""
+"""A GPU that jax cannot use is reported in one line, and `make` installs a jax that can.
+
+No GPU is needed.
+"""
 
 from __future__ import annotations
 
@@ -42,18 +45,19 @@ def test_a_jax_for_cpus_on_a_machine_with_a_gpu_is_reported_with_the_package_to_
     problem = gpu.gpu_problem()
     assert problem is not None and "\n" not in problem
     assert problem.endswith(f"sees only cpu, and an NVIDIA GPU is here; a jax with CUDA: {COMMAND}")
+
     with monkeypatch.context() as installed:
         installed.setattr(gpu, "_PLUGINS", ("json",))
         problem = gpu.gpu_problem()
-        assert (
-            problem is not None
-            and "installed and does not start" in problem
-            and COMMAND not in problem
-        )
-    jax.config.update("jax_platforms", "cpu")  # set by the user on purpose
+        assert problem is not None and COMMAND not in problem
+        assert "installed and does not start" in problem
+
+    # Set by the user on purpose.
+    jax.config.update("jax_platforms", "cpu")
     assert gpu.gpu_problem() is None
     problem = gpu.gpu_problem(required=True)
     assert problem is not None and problem.endswith("for JAX_PLATFORMS is cpu; unset it")
+
     monkeypatch.setattr(gpu, "on_gpu", lambda: True)
     assert gpu.gpu_problem(required=True) is None
 

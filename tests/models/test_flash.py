@@ -110,7 +110,7 @@ def test_scales_caps_sinks_and_windows(scoring: Scoring, span: Span) -> None:
     queries = random(0, 2, 5, 8, 16)
     kv = KeyValue(random(1, 2, 2, 150, 16), random(2, 2, 2, 150, 16))
     length = jnp.array([3, 140], jnp.int32)
-    positions = length[:, None] + jnp.arange(5, dtype=jnp.int32)
+    positions = length[:, None] + jnp.arange(5, dtype=jnp.int32)[None]
     seen = cache_mask(causal_mask(5), length, 150, positions=positions, span=span)
     check_attention(queries, kv, (seen,), length, 5, scoring)
 

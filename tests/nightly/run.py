@@ -1,4 +1,4 @@
-"""Runs the tests that take too long for every commit, and writes their results to `result.json`: `make nightly`.
+"""Runs the tests that take too long for every commit: `make nightly` writes `result.json`.
 
 Each part is one run of pytest, and two parts run at a time, because compilation uses one core. The
 result of a part is written when it ends, with the commit that it is of; `python
@@ -41,39 +41,37 @@ PARTS = {
 
 
 def run(name: str) -> bool:
-    """Runs one part and records its verdict, its commit, its tests by outcome and its minutes; whether it passed."""
-    git = lambda *words: (
-        subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    )
+    """Runs one part and records its results; whether it passed.
+
+    Its verdict, its commit, its tests by outcome and its minutes.
+    """
+    git = lambda *words: subprocess.check_output(["git", *words], cwd=ROOT, text=True)
+    changes = git("status", "--porcelain", "--untracked-files=no", ":!" + str(RESULT))
     of_what = {
         "version": __version__,
         "commit": git("rev-parse", "HEAD").strip(),
-        "dirty": bool(
-            git("status", "--porcelain", "--untracked-files=no", ":!" + str(RESULT)).strip()
-        ),
+        "dirty": bool(changes.strip()),
         "date": datetime.date.today().isoformat(),
     }
+
     counts = BUILD / f"{name}.xml"
     started = time.monotonic()
     counts.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", *PARTS[name].split(), f"--junitxml={counts}"]
     with (BUILD / f"{name}.log").open("w", encoding="utf-8") as log:
         environ = os.environ | {"FUZZ_EXAMPLES": "1000"}
-        passed = (
-            subprocess.run(
-                command, cwd=ROOT, env=environ, stdout=log, stderr=log, check=False
-            ).returncode
-            == 0
-        )
+        done = subprocess.run(command, cwd=ROOT, env=environ, stdout=log, stderr=log, check=False)
+
     suite = xml.parse(counts).getroot().find("testsuite") if counts.exists() else None
-    counts_by_outcome = (
-        {}
-        if suite is None
-        else {key: int(suite.attrib[key]) for key in ("tests", "failures", "errors", "skipped")}
-    )
+    counts_by_outcome = {}
+    if suite is not None:
+        outcomes = ("tests", "failures", "errors", "skipped")
+        counts_by_outcome = {key: int(suite.attrib[key]) for key in outcomes}
     minutes = round((time.monotonic() - started) / 60)
     if INTERRUPTED.is_set():
         return False
+
+    passed = done.returncode == 0
     with WRITING:
         results = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
         results[name] = {
@@ -83,11 +81,9 @@ def run(name: str) -> bool:
             "minutes": minutes,
         }
         RESULT.write_text(json.dumps(results, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    print(
-        f"{name}: {results[name]['verdict']} after {minutes} minutes; see"
-        f" {counts.with_suffix('.log')}",
-        flush=True,
-    )
+
+    log_path = counts.with_suffix(".log")
+    print(f"{name}: {results[name]['verdict']} after {minutes} minutes; see {log_path}", flush=True)
     return passed
 
 
@@ -99,6 +95,7 @@ def main(names: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
+
     BUILD.mkdir(parents=True, exist_ok=True)
     with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
         runs = [pool.submit(run, name) for name in names or PARTS]

@@ -1,4 +1,4 @@
-"""Every field of a ``config.json``, one at a time with another value: the logits stay those of transformers.
+"""Every field of a ``config.json``, one at a time with another value: logits stay transformers'.
 
 transformers decides what a field means. A value that moves its logits must move ours to the same
 logits, and a value that leaves them must leave ours, unless an error refuses the file. A value with
@@ -43,7 +43,8 @@ def _with_images(name: str, model_type: str) -> Recipe:
     recipe = RECIPES[name]
     text = BASE | recipe.fields | {"model_type": recipe.model_type}
     vision = {
-        "hidden_size": 16, "patch_size": 14, "num_heads": 2, "depth": 1, "intermediate_size": 64, "out_hidden_size": 32,
+        "hidden_size": 16, "patch_size": 14, "num_heads": 2, "depth": 1,
+        "intermediate_size": 64, "out_hidden_size": 32,
     }  # fmt: skip
     return Recipe(
         model_type,
@@ -155,10 +156,14 @@ GENERIC: dict[str, tuple[Any, ...]] = {
 
 
 def other_values(name: str, value: Any) -> list[Any]:
-    """Values of :data:`GENERIC`; for a field of the file or its class also variations, null, and no such field."""
+    """Values of :data:`GENERIC`; for a field of the file or its class also variations.
+
+    Null and no such field are among them.
+    """
     values = list(GENERIC.get(name, ()))
     if value is ABSENT:
         return values
+
     if isinstance(value, bool):
         values.append(not value)
     elif isinstance(value, int):
@@ -171,6 +176,7 @@ def other_values(name: str, value: Any) -> list[Any]:
         values += [value[::-1], value[:1] * len(value), []]
     elif value is None:
         values += [True, 4, 0.5]
+
     return [*values, None, ABSENT]
 
 
@@ -191,6 +197,7 @@ def changes(
         value = values.get(name, known.get(name, ABSENT))
         if isinstance(value, dict):
             yield from changes(values.get(name) or {}, value, (*path, name))
+
         for new_value in other_values(name, value):
             if new_value is not values.get(name, ABSENT) and (
                 new_value is ABSENT or new_value != values.get(name, ABSENT)
@@ -218,16 +225,14 @@ class Fuzzed:
         self.values = json.loads(self.file.read_text())
         self.known = json.loads(model.config.to_json_string(use_diff=False))
         self.shapes = {key: value.shape for key, value in model.state_dict().items()}
+
         has_images = "text_config" in ALL[name].fields
-        self.auto = (
-            transformers.AutoModelForImageTextToText
-            if has_images
-            else transformers.AutoModelForCausalLM
-        )
+        image_class = transformers.AutoModelForImageTextToText
+        self.auto = image_class if has_images else transformers.AutoModelForCausalLM
         self.logits: dict[Any, np.ndarray] = {}
 
     def theirs(self, *, sized: bool = True) -> np.ndarray | None:
-        """Logits of transformers ``[T V]``; ``None`` where it cannot build the model or load all of its weights.
+        """Logits of transformers ``[T V]``; ``None`` where it cannot build or load the model.
 
         ``sized`` says that the file names every size. The default sizes of a class take gigabytes.
         """
@@ -241,18 +246,16 @@ class Fuzzed:
                     self.shapes.get(key) != value.shape for key, value in model.state_dict().items()
                 ):
                     return None
+
             model, loaded = self.auto.from_pretrained(
                 self.directory, attn_implementation="eager", output_loading_info=True
             )
             if loaded["missing_keys"]:
                 return None
+
             with torch.no_grad():
-                logits = (
-                    eager(model)
-                    .float()(torch.from_numpy(TOKENS)[None], use_cache=False)
-                    .logits[0]
-                    .numpy()
-                )
+                tokens = torch.from_numpy(TOKENS)[None]
+                logits = eager(model).float()(tokens, use_cache=False).logits[0].numpy()
             return logits if np.isfinite(logits).all() else None
         return None
 
@@ -262,13 +265,15 @@ class Fuzzed:
             config = conversion.read_target(self.directory).config
         except CheckpointError:
             return None
+
         if config not in self.logits:
             target: Any = e3.load_target(self.directory)
             if target.max_positions < len(TOKENS):
                 return None
             tokens = jnp.asarray(TOKENS, jnp.int32)[None]
             positions = jnp.arange(len(TOKENS))[None]
-            with jax.disable_jit():  # four times faster than a program for every configuration
+            # Four times faster than a program for every configuration.
+            with jax.disable_jit():
                 out = target.model(target.params, tokens, positions, causal_mask(len(TOKENS)))
                 self.logits[config] = np.asarray(target.model.unembed(target.params, out.final)[0])
         return self.logits[config]
@@ -289,22 +294,26 @@ def test_a_field_means_what_it_means_to_transformers(name: str, tmp_path: Path) 
     before = fuzzed.theirs()
     assert before is not None
     np.testing.assert_allclose(fuzzed.ours(), before, atol=1e-4)
+
     wrong = []
     compared = 0
+
     for path, value in changes(fuzzed.values, fuzzed.known):
         fuzzed.file.write_text(json.dumps(changed(fuzzed.values, path, value)))
         ours = fuzzed.ours()
-        theirs = (
-            None if ours is None else fuzzed.theirs(sized=value is not None and value is not ABSENT)
-        )
+        is_sized = value is not None and value is not ABSENT
+        theirs = None if ours is None else fuzzed.theirs(sized=is_sized)
         if ours is None or theirs is None:
             continue
+
         compared += 1
-        if not np.allclose(ours, theirs, atol=3e-4):  # values that make logits larger round more
+        # Values that make logits larger round more.
+        if not np.allclose(ours, theirs, atol=3e-4):
             moved = [float(np.abs(logits - before).max()) for logits in (theirs, ours)]
             shown = "absent" if value is ABSENT else repr(value)
             wrong.append(
                 f"{'.'.join(path)} {shown}: theirs moved by {moved[0]:.1e}, ours by {moved[1]:.1e}"
             )
+
     assert not wrong, "\n".join(wrong)
     assert compared > 30

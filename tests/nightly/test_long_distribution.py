@@ -1,4 +1,4 @@
-"""Level 2, over many rounds: every token of long texts from the compiled loop follows its distribution.
+"""Level 2, over many rounds: every token of long texts from the loop follows its distribution.
 
 ``test_sampling_distribution`` counts short sequences. It detects large bugs of one round, and no
 bug of many rounds, such as keys that repeat after eight tokens. Here texts are long and tables make
@@ -40,9 +40,8 @@ ORDER = 3
 HORIZON = 24
 CONTEXTS = VOCABULARY**ORDER
 ALPHA = 1e-6
-LAGS = range(
-    ORDER + 1, 18
-)  # nearer tokens are the context; a round of these drafts is at most 4 tokens long
+# Nearer tokens are the context; a round of these drafts is at most 4 tokens long.
+LAGS = range(ORDER + 1, 18)
 Setting = tuple[float, int, float]  # temperature, top-k, top-p
 TEMPERATURES: tuple[Setting, ...] = ((0.8, 0, 1.0), (1.2, 0, 1.0))
 TRUNCATIONS: tuple[Setting, ...] = ((1.0, 2, 1.0), (1.0, 0, 0.8), (1.3, 3, 0.75), (0.0, 0, 1.0))
@@ -76,12 +75,14 @@ NARROW = World(ORDER, np.arange(CONTEXTS), TARGET_LOGITS, DRAFTER_LOGITS)
 
 
 def wide(size: int = 80, count: int = 5) -> World:
-    """Ids of two digits and a few distributions. All digits of the last two tokens choose the next distribution."""
+    """Ids of two digits and a few distributions.
+
+    All digits of the last two tokens choose the next distribution.
+    """
     rng = np.random.default_rng(1)
     first, second = np.divmod(np.arange(size**2), size)
-    target_logits = rng.normal(size=(count, size)) * 0.6 + np.where(
-        np.arange(size) < 64, 0.0, 1.0
-    )  # either first digit is usual
+    # In both halves of the ids the first digit is usual.
+    target_logits = rng.normal(size=(count, size)) * 0.6 + np.where(np.arange(size) < 64, 0.0, 1.0)
     drafter_logits = target_logits + rng.normal(size=target_logits.shape) * 0.8
     follows = (first % 64 + 2 * (first // 64) + 3 * (second % 64) + second // 64) % count
     return World(2, follows, target_logits.astype(np.float32), drafter_logits.astype(np.float32))
@@ -196,25 +197,26 @@ class Texts:
     world: World = NARROW  #: Whose contexts count.
 
     def strata(self) -> Iterator[tuple[str, np.ndarray, int]]:
-        """Yields name, stratum of every token (-1: none) and number of strata. None depends on the token itself."""
+        """Yields name, stratum of every token (-1: none) and number of strata.
+
+        None depends on the token itself.
+        """
         batch, horizon = self.tokens.shape
         yield "all together", np.zeros((batch, horizon), int), 1
-        yield (
-            "context",
-            after(self.world, np.concatenate([self.before, self.tokens], axis=1)),
-            len(self.world.target_logits),
-        )
+        contexts = after(self.world, np.concatenate([self.before, self.tokens], axis=1))
+        yield "context", contexts, len(self.world.target_logits)
+
         yield "position", np.broadcast_to(np.arange(horizon), (batch, horizon)), horizon
-        kind = np.where(self.tokens < 0, -1, self.tokens % VOCABULARY)  # of many tokens a few kinds
+
+        # Of many tokens a few kinds.
+        kind = np.where(self.tokens < 0, -1, self.tokens % VOCABULARY)
         row_before = np.concatenate([np.full((1, horizon), -1), kind[:-1]])
         yield "row before", row_before, VOCABULARY
+
         for lag in LAGS:
             gap = np.full((batch, lag), -1)
-            yield (
-                f"{lag} tokens earlier",
-                np.concatenate([gap, kind[:, : horizon - lag]], axis=1),
-                VOCABULARY,
-            )
+            earlier = np.concatenate([gap, kind[:, : horizon - lag]], axis=1)
+            yield f"{lag} tokens earlier", earlier, VOCABULARY
 
     def excess(self) -> dict[str, Excess]:
         """Returns the counts by the name of the strata."""
@@ -224,6 +226,7 @@ class Texts:
             counts[name] = Excess.of(
                 self.p, self.distributions[chosen], self.tokens[chosen], stratum[chosen], size
             )
+
         # A deviation that changes its direction at every token cancels in all of these. It shows in
         # the rank.
         chosen = self.tokens >= 0
@@ -243,7 +246,7 @@ class Texts:
 
 
 def after(world: World, texts: np.ndarray) -> np.ndarray:
-    """Returns ``[B H]``: the index of the distribution of each token after the first ``order`` tokens."""
+    """Returns ``[B H]``: which distribution each token after the first ``order`` tokens has."""
     horizon = texts.shape[1] - world.order
     size = world.target_logits.shape[1]
     past = [texts[:, world.order - 1 - back :][:, :horizon] for back in range(world.order)]
@@ -277,28 +280,31 @@ def written(name: str, settings: tuple[Setting, ...], *, rows: int, run: int) ->
     world = WIDE if name in WIDE_DRAFTERS else NARROW
     size = world.target_logits.shape[1]
     order = world.order
-    prompts = rng.integers(0, size, (rows, order + 1))  # longer than the context by one token
+    # Longer than the context by one token.
+    prompts = rng.integers(0, size, (rows, order + 1))
     setting_of_row = np.arange(rows) % len(settings)
+
     limit = np.full(rows, HORIZON)
     schedule = None
-    if name == "a schedule":  # rows end one after the other, so that every length has its rounds
+    # Rows end one after the other, so that every length has its rounds.
+    if name == "a schedule":
         schedule = SpeculationSchedule(
             ((1, rows // 4, 3), (rows // 4 + 1, rows // 2, 2), (rows // 2 + 1, rows - 9, 0))
         )
         limit = rng.integers(HORIZON // 3, HORIZON + 1, rows)
+
     target, drafter = paired(name)
     decoder = SpeculativeDecoder(target, drafter, schedule=schedule, stop_tokens=())
-    sampling_mode = (
-        SamplingMode.TRUNCATED
-        if any(k or p < 1 for _, k, p in settings)
-        else SamplingMode.TEMPERATURE
-    )
+    truncates = any(k or p < 1 for _, k, p in settings)
+    sampling_mode = SamplingMode.TRUNCATED if truncates else SamplingMode.TEMPERATURE
+
     sampling = tiny.sampling_of([settings[index] for index in setting_of_row])
     batch = tiny.prompts(prompts.tolist(), limit=limit.tolist(), sampling=sampling, seed=run)
     tokens = generated(
         dataclasses.replace(decoder.loop, sampling_mode=sampling_mode), decoder, batch
     )
     tokens = np.where(np.arange(HORIZON) < limit[:, None], tokens, -1)
+
     everything = np.concatenate([prompts, tokens], axis=1)
     if name in HEADS:
         heat = np.array([settings[index][0] for index in setting_of_row])
@@ -316,7 +322,10 @@ def written(name: str, settings: tuple[Setting, ...], *, rows: int, run: int) ->
 def distributions_of_the_decoder(
     target: LoadedTarget, texts: np.ndarray, temperature: np.ndarray
 ) -> np.ndarray:
-    """Returns ``[B H V]``, flattened, from one causal forward of the texts, without cache, blocks or drafter."""
+    """Returns ``[B H V]``, flattened, from one causal forward of the texts.
+
+    Without cache, blocks or drafter.
+    """
     fed = jnp.array(texts[:, :-1], jnp.int32)
     logits = np.asarray(tiny.forward(target.model, target.params, fed)[0][:, -HORIZON:], np.float64)
     logits /= temperature[:, None, None]
@@ -356,6 +365,7 @@ def judged(name: str, texts: Iterator[Texts]) -> dict[str, Fluctuation]:
     for text in texts:
         for group, excess in text.excess().items():
             total[group] = total[group] + excess if group in total else excess
+
     fluctuations = {group: excess.fluctuation() for group, excess in total.items()}
     wrong = [
         f"by {group}: chi-square {moved.statistic:.1f} on {moved.degrees} degrees, p"
@@ -365,6 +375,7 @@ def judged(name: str, texts: Iterator[Texts]) -> dict[str, Fluctuation]:
         for group, moved in fluctuations.items()
         if not moved.p_value > ALPHA
     ]
+
     assert not wrong, (
         f"{name}: {len(wrong)} of {len(fluctuations)} groups of strata, {'; '.join(wrong[:3])}"
     )

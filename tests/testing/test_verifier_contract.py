@@ -232,7 +232,7 @@ def test_a_rule_that_accepts_nothing_is_not_a_pass() -> None:
     class Refusing(Changed):
         def __call__(self, draft: Draft, *arguments: Any, **options: Any) -> Any:
             root = jnp.arange(draft.tokens.shape[1]) == 0
-            return Exact()(draft.replace(valid=draft.valid & root), *arguments, **options)
+            return Exact()(draft.replace(valid=draft.valid & root[None]), *arguments, **options)
 
     (finding,) = check_verifier(
         Refusing(lambda verdict, draft: verdict), checks=[DISTRIBUTION], samples=1024

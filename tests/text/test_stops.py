@@ -13,7 +13,7 @@ TEXTS = ("def add(a, b):\n    return a + b\n", "café né\n\nself.abc", "x = [1,
 
 
 def first_stop(target: e3.LoadedTarget, tokens: list[int], stops: tuple[str, ...]) -> tuple:
-    """The number of tokens up to a stop text, and the text before it; all of it if there is none."""
+    """The number of tokens up to a stop text, and the text before it, or all if there is none."""
     assert target.tokenizer is not None
     for count in range(1, len(tokens) + 1):
         text = target.tokenizer.decode(tokens[:count])
@@ -30,12 +30,14 @@ def test_an_answer_ends_before_its_first_stop_text(
 ) -> None:
     tokens = shipped.encode(text)
     expected = first_stop(shipped, tokens, stops)
+
     for seed in range(5):
         # Rounds bring one to four tokens.
         counts = np.random.default_rng(seed).integers(1, 5, len(tokens))
         answer = StoppedText(shipped.tokenizer, stops)
         begin = 0
         num_tokens = 0
+
         for count in counts:
             new = tokens[begin : begin + int(count)]
             begin += len(new)
@@ -47,5 +49,6 @@ def test_an_answer_ends_before_its_first_stop_text(
             assert len(answer.text) >= shown_before
             if is_last or answer.stop is not None:
                 break
+
         assert (num_tokens, answer.text) == expected
         assert (answer.stop in stops) == (answer.stop is not None)

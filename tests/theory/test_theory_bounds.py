@@ -29,17 +29,19 @@ def test_bytes_operations_and_times_of_a_round_by_hand():
     # the cache.
     plain_bytes = 392 + 3 * 6 * 8
     plain_flops = 2 * 3 * (144 + 40) + 4 * 3 * 6 * 4
-    hardware = custom_accelerator(
-        gb_per_s=plain_bytes / 1e9, tflops=plain_flops / 1e12
-    )  # a plain step takes 1 s
+    # With this hardware a plain step takes 1 s.
+    hardware = custom_accelerator(gb_per_s=plain_bytes / 1e9, tflops=plain_flops / 1e12)
     deployment = Deployment(target=SMALL, head=SMALL_HEAD, accelerator=hardware)
+
     bound = round_bound(deployment, batch=3, context=5, num_draft_tokens=2)
     assert (bound.plain_bytes, bound.plain_flops) == (plain_bytes, plain_flops)
     assert bound.plain_seconds == pytest.approx(1.0)
+
     # Three tokens: the first meets 6 keys, the second 7, the third 8.
     verify_flops = 2 * 3 * 3 * (144 + 40) + 4 * 3 * (6 + 7 + 8) * 4
     assert bound.verify_seconds == pytest.approx(verify_flops / plain_flops)
     assert bound.verify_limit == "compute"
+
     # Draft layers 176, fusion 48, vectors 16, output 20. First pass: three tokens, one of them with
     # logits.
     first_flops = 2 * 3 * 3 * (176 + 48) + 4 * 3 * (6 + 7 + 8) * 4 + 2 * 3 * 20
@@ -47,6 +49,7 @@ def test_bytes_operations_and_times_of_a_round_by_hand():
     later_flops = 2 * 3 * 176 + 4 * 3 * 9 * 4 + 2 * 3 * 20
     later = max(later_bytes / plain_bytes, later_flops / plain_flops)
     assert bound.draft_seconds == pytest.approx(first_flops / plain_flops + later)
+
     assert bound.speedup(2.0) == pytest.approx(2.0 / (bound.verify_cost + 2 * bound.draft_cost))
     assert bound.tokens_per_second(2.0) == pytest.approx(
         3 * 2.0 / (bound.verify_seconds + bound.draft_seconds)
@@ -75,27 +78,27 @@ def test_latents_and_states_are_read_once():
         head=None,
         accelerator=custom_accelerator(gb_per_s=1.0),
     )
+
     short, long = (
         forward_work(deployment, deployment.target, batch=3, context=context, tokens=2, logits=1)
         for context in (0, 10)
     )
     assert long.num_bytes - short.num_bytes == 3 * 10 * (6 + 2) * 2
-    assert long.other_flops - short.other_flops == 3 * 2 * 10 * 2 * 2 * (
-        6 + 2 + 6
-    )  # scores of 8, values of 6 channels
-    states = 4 * 4 * 3 * 5 + 2 * 2 * (
-        2 * 2 * 3 + 4 * 5
-    )  # float32; two inputs of the convolution in bfloat16
+    # Scores of 8 channels, values of 6.
+    assert long.other_flops - short.other_flops == 3 * 2 * 10 * 2 * 2 * (6 + 2 + 6)
+
+    # States in float32; two inputs of the convolution in bfloat16.
+    states = 4 * 4 * 3 * 5 + 2 * 2 * (2 * 2 * 3 + 4 * 5)
     assert deployment.state_bytes(deployment.target) == states
-    assert (
-        short.num_bytes
-        == deployment.streamed_bytes(deployment.target) + 3 * 2 * 8 * 2 + 2 * 3 * states
-    )
+    weights = deployment.streamed_bytes(deployment.target)
+    assert short.num_bytes == weights + 3 * 2 * 8 * 2 + 2 * 3 * states
+
     two = dataclasses.replace(deployment, num_accelerators=2)
     assert two.cache_bytes_per_token(two.target) == deployment.cache_bytes_per_token(
         deployment.target
     )
     assert two.state_bytes(two.target) == states / 2
+
     plan = memory_plan(deployment, batch=3, context=10, num_draft_tokens=0)
     assert plan.states == 3 * states
     assert plan.total == plan.without_caches + plan.target_cache + plan.states
@@ -103,8 +106,10 @@ def test_latents_and_states_are_read_once():
 
 def test_experts_of_a_forward_by_hand():
     deployment = served("gpt-oss-120b", "H200", "mxfp4")
-    expert = 3 * 2880 * 2880 + 3 * 2880  # with its biases
+    # With its biases.
+    expert = 3 * 2880 * 2880 + 3 * 2880
     all_bytes = deployment.streamed_bytes(deployment.target)
+
     for tokens, read in (
         (1, 4.0),
         (2, 4 + 4 * (1 - 4 / 128)),
@@ -114,6 +119,7 @@ def test_experts_of_a_forward_by_hand():
         assert deployment.streamed_bytes(deployment.target, tokens=tokens) == pytest.approx(
             all_bytes - unread
         )
+
     token = forward_work(deployment, deployment.target, batch=1, context=0, tokens=1, logits=1)
     counted = sizes_of(deployment.target).active - parameters(deployment.target).vectors
     counted -= parameters(deployment.target).routers
@@ -157,10 +163,8 @@ def test_experts_can_end_the_gain_after_one_batch_and_have_no_end_up_to_the_larg
     on_h100, on_l4 = (served("gpt-oss-120b", gpu, "fp8") for gpu in ("H100", "L4"))
     options = {"context": 1024, "num_draft_tokens": 3}
     assert paying_batches(on_h100, **options, mean_acceptance_length=2.94) == (1, 2)
-    assert paying_batches(on_l4, **options, mean_acceptance_length=1.5) == (
-        34,
-        None,
-    )  # 66,886 is beyond 65,536
+    # The upper bound, 66,886, is beyond 65,536.
+    assert paying_batches(on_l4, **options, mean_acceptance_length=1.5) == (34, None)
 
 
 def test_the_largest_batch_is_the_last_that_fits():
@@ -186,12 +190,8 @@ def test_fp8_peaks_are_for_hardware_that_multiplies_in_fp8():
 
 
 def test_costs_of_the_articles_reproduce():
-    for speed, cost in (
-        (1700.0, 0.229),
-        (3800.0, 0.102),
-        (3200.0, 0.122),
-        (6200.0, 0.063),
-    ):  # 1.40 $/h
+    # At 1.40 $/h.
+    for speed, cost in ((1700.0, 0.229), (3800.0, 0.102), (3200.0, 0.122), (6200.0, 0.063)):
         assert cost_of(speed, price_per_hour=1.40).per_million_tokens == pytest.approx(
             cost, abs=0.0006
         )

@@ -78,7 +78,10 @@ def test_named_models_with_experts_have_as_many_active_as_is_published(name):
 
 
 def test_glm_counts_its_drafting_module_and_no_tables():
-    """Its report says 355 billion. The module is a layer with experts, two norms more, a 2·D by D fusion."""
+    """Its report says 355 billion.
+
+    The module is a layer with experts, two norms more, a 2·D by D fusion.
+    """
     model = KNOWN_MODELS["GLM-4.5"]
     last = sizes_of(model).layers[-1]
     tables = 2 * 151_552 * 5120
@@ -152,25 +155,27 @@ def test_bytes_of_a_70b_target_in_fp8_and_of_its_head():
     target = deployment.target
     head = deployment.head
     assert head is not None
+
     # fc 3·8192², q 16384·8192, k and v 2·16384·1024, o 8192², mlp 3·8192·28672, norms 4·8192,
     # lm_head 32000·8192.
     assert parameters(head).total == 1_403_027_456
-    assert deployment.weight_bytes(target) / 1e9 == pytest.approx(
-        72.66, abs=0.01
-    )  # layers FP8, tables bfloat16
+    # Layers are in FP8, tables in bfloat16.
+    assert deployment.weight_bytes(target) / 1e9 == pytest.approx(72.66, abs=0.01)
     assert deployment.streamed_bytes(target) / 1e9 == pytest.approx(70.555, abs=0.001)
-    assert deployment.weight_bytes(head) / 1e9 == pytest.approx(
-        1.403, abs=0.001
-    )  # all of its kernels in FP8
+    # The head has all of its kernels in FP8.
+    assert deployment.weight_bytes(head) / 1e9 == pytest.approx(1.403, abs=0.001)
     assert served(weights="int8").weight_bytes(head) / 1e9 == pytest.approx(2.806, abs=0.001)
-    assert deployment.cache_bytes_per_token(target) == 327_680  # 2·80·8·128 numbers of 2 bytes
-    assert deployment.cache_bytes_per_token(head) == 4096  # 1.25 %: not nothing, as an article says
+
+    # 2·80·8·128 numbers of 2 bytes; the head's 1.25 % are not nothing, as an article says.
+    assert deployment.cache_bytes_per_token(target) == 327_680
+    assert deployment.cache_bytes_per_token(head) == 4096
 
 
 def test_every_part_of_the_plan_by_hand():
     deployment = Deployment(
         target=SMALL, head=SMALL_HEAD, accelerator=custom_accelerator(gb_per_s=1.0, memory_gb=1.0)
     )
+
     plan = memory_plan(
         deployment,
         batch=2,
@@ -180,29 +185,28 @@ def test_every_part_of_the_plan_by_hand():
         utilization=0.5,
         reserve_bytes=7.0,
     )
+
     assert plan.target_weights == 2 * (144 + 12 + 40 + 40)
-    # fusion 3·4·4, q 8·4, k and v 2·8·2, o 4·4, mlp 96, norms 4·4, lm_head 5·4
+    # Fusion 3·4·4, q 8·4, k and v 2·8·2, o 4·4, mlp 96, norms 4·4, lm_head 5·4.
     assert plan.head_weights == 2 * (48 + 32 + 32 + 16 + 96 + 16 + 20)
-    assert (plan.target_cache, plan.head_cache) == (
-        2 * 12 * 8,
-        2 * 12 * 8,
-    )  # 2·1·1·2 numbers of 2 bytes a token
-    # four tokens: 2·(4·4 + 2·8 + (2 + 2)·2 + 3·4) each, and 2·4·10 for logits and probabilities;
+    # 2·1·1·2 numbers of 2 bytes a token.
+    assert (plan.target_cache, plan.head_cache) == (2 * 12 * 8, 2 * 12 * 8)
+    # Four tokens: 2·(4·4 + 2·8 + (2 + 2)·2 + 3·4) each, and 2·4·10 for logits and probabilities;
     # scores of two heads and ten keys of 4 + 2 bytes each; one token of a prefill and caches of
-    # two, of 8 bytes for either model
+    # two, of 8 bytes for either model.
     assert plan.activations == 4 * (2 * (16 + 16 + 8 + 12) + 80) + 4 * 2 * 10 * 6 + 3 * 16
     assert (plan.reserve, plan.budget) == (7.0, 0.5e9)
     assert plan.fits
     assert plan.cache_capacity_tokens == (0.5e9 - plan.without_caches) // 16
+
     windowed = dataclasses.replace(
         SMALL.layers[0], mixer=dataclasses.replace(SMALL.layers[0].mixer, window=4)
     )
     deployment = dataclasses.replace(
         deployment, target=dataclasses.replace(SMALL, layers=(windowed,))
     )
-    assert (
-        deployment.cache_bytes_per_token(deployment.target) == 8
-    )  # buffers hold the whole sequence
+    # Buffers hold the whole sequence, window or not.
+    assert deployment.cache_bytes_per_token(deployment.target) == 8
 
 
 COMPILED = load(PATH.with_name("aot-memory.json"))
@@ -216,6 +220,7 @@ def test_a_plan_is_within_a_tenth_of_what_was_compiled_for_an_h200(name):
     plain = row.case.draft == "plain"
     deployment = served(case.target, weights="bfloat16")
     k = 0 if plain else 5
+
     plan = memory_plan(
         dataclasses.replace(deployment, head=None) if plain else deployment,
         batch=case.batch,
@@ -225,6 +230,7 @@ def test_a_plan_is_within_a_tenth_of_what_was_compiled_for_an_h200(name):
         utilization=1.0,
         reserve_bytes=0.0,
     )
+
     # The table that the head shares with its target is one array, and two arguments of a compiled
     # program.
     shared = 0 if plain else 2 * 128_256 * 4096
@@ -242,6 +248,7 @@ def test_tensor_parallelism_divides_all_but_vectors_fusion_and_scarce_key_heads(
     target = single.target
     head = single.head
     assert head is not None
+
     vectors = 2 * parameters(target).vectors
     assert eight.weight_bytes(target) - vectors == pytest.approx(
         (single.weight_bytes(target) - vectors) / 8
@@ -250,14 +257,12 @@ def test_tensor_parallelism_divides_all_but_vectors_fusion_and_scarce_key_heads(
     assert eight.weight_bytes(head) - undivided == pytest.approx(
         (single.weight_bytes(head) - undivided) / 8
     )
+
     assert eight.cache_bytes_per_token(target) == single.cache_bytes_per_token(target) / 8
-    assert sixteen.cache_bytes_per_token(target) == eight.cache_bytes_per_token(
-        target
-    )  # 8 key heads, each twice
-    assert (
-        16 * sixteen.weight_bytes(target)
-        > 8 * eight.weight_bytes(target) + parameters(target).key_value / 2
-    )
+    # 8 key heads, each twice.
+    assert sixteen.cache_bytes_per_token(target) == eight.cache_bytes_per_token(target)
+    replicated = parameters(target).key_value / 2
+    assert 16 * sixteen.weight_bytes(target) > 8 * eight.weight_bytes(target) + replicated
 
 
 def test_quantised_weights_leave_the_tables_alone():

@@ -1,4 +1,4 @@
-"""Acceptance, speed-up and rollout: formulas against hand-computed values, enumeration, and what others measured."""
+"""Acceptance, speed-up and rollout: formulas against hand-computed and published values."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ def test_rates_are_recovered_from_lengths():
 
 
 def test_one_pair_of_costs_explains_what_vllm_measured():
-    """Llama-3.1-8B on one H100, batch 1: τ and time per output token in ms for K = 2..7 (vllm-project/vllm 20780)."""
+    """Llama-3.1-8B on one H100, batch 1: τ and ms per output token for K = 2..7.
+
+    From vllm-project/vllm 20780.
+    """
     measured = zip(
         range(2, 8),
         (2.36, 2.79, 3.08, 3.32, 3.46, 3.54),
@@ -100,11 +103,11 @@ def test_the_simulation_has_the_mean_of_the_formula_and_depends_on_its_seed_only
         tau, abs=5 * 1.9 / math.sqrt(2000 * 120 / tau)
     )
     assert simulation == simulated(0.7) != simulated(0.7, seed=1)
+
     always = simulated(1.0)
     never = simulated(0.0)
-    assert always.time_per_output_token.p99 == pytest.approx(
-        20 * 1.7 / 120
-    )  # six tokens a round of 1.2 + 5·0.1
+    # Six tokens a round of 1.2 + 5·0.1.
+    assert always.time_per_output_token.p99 == pytest.approx(20 * 1.7 / 120)
     assert never.time_per_output_token.p50 == pytest.approx(1.7)
     assert (always.slower_than_plain, never.slower_than_plain) == (0.0, 1.0)
 
@@ -146,6 +149,7 @@ def test_gates_follow_from_measured_costs_and_what_cannot_work_is_not_to_be_star
     assert plan.least_tau == pytest.approx((1.8 + tau) / 2)
     assert plan.largest_time_ratio == pytest.approx((1 + 1.8 / tau) / 2)
     assert plan.predicted_speedup == pytest.approx(tau / 1.8)
+
     assert not plan.obstacles
     for poor, reason in (
         (rollout(costs=(4.0, 0.1)), "speed"),

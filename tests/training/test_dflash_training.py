@@ -66,35 +66,42 @@ def by_hand(head: BlockHead, objective: BlockObjective) -> float:
         for a in range(1, SIZE):
             if not (REAL[row, a] and LEARN[row, a - 1]):
                 continue
+
             block = run_block(
                 head, EMBEDDING, OUTPUT, FEATURES[row, :a], TOKENS[row, a], head.predicted
             )
             logits, confidence = biased(
                 head, block, TOKENS[row, a], text[row, a + 1 : a + head.predicted].tolist()
             )
+
             for k in range(head.predicted):
                 before = a + k
                 if before >= SIZE or not REAL[row, before] or not LEARN[row, before - 1]:
                     continue
+
                 weight = np.exp(-k / 4) if objective.decays else 1.0
                 p = softmax(LOGITS[row, before].astype(np.float64), -1)[ids]
                 q = softmax(logits[k], -1)
                 distance = np.abs(p - q).sum() + 1 - p.sum()
                 sums["distance"].append(weight * distance)
+
                 t = objective.temperature
                 p_t = softmax(np.log(p) / t, -1)
                 q_t = softmax(logits[k] / t, -1)
                 divergence = (p_t * np.log(p_t / q_t)).sum()
                 sums["divergence"].append(weight * t**2 * divergence)
+
                 if head.confidence:
                     label = np.minimum(p, q).sum()
                     c = confidence[k]
                     entropy = label * np.log(c) + (1 - label) * np.log(1 - c)
                     sums["confidence"].append(-weight * entropy)
+
                 word = before + 1
                 if word < SIZE and REAL[row, word] and TOKENS[row, word] in ids:
                     draft_id = ids.tolist().index(TOKENS[row, word])
                     sums["text"].append(-weight * np.log(q[draft_id]))
+
     return sum(
         getattr(objective, name) * float(np.mean(values)) for name, values in sums.items() if values
     )
@@ -170,7 +177,9 @@ def test_recipes_are_of_published_kinds() -> None:
     sizes = [(config.block_size, config.num_predicted) for config in (dflash, dspark, jetspec)]
     assert sizes == [(8, 7), (7, 7), (8, 7)]
     assert [config.causal for config in (dflash, dspark, jetspec)] == [False, False, True]
+
     assert dspark.markov == Markov(rank=32)
     assert dspark.confidence == "markov"
+
     reduced = RECIPES["dflash"].config(target, HeadOptions(depth=15, draft_vocab_size=6))
     assert reduced.own_output and (reduced.draft_vocab_size, reduced.block_size) == (6, 16)

@@ -1,4 +1,4 @@
-"""Documents: they have the token ids of serving, and heads learn exactly the tokens that the target writes."""
+"""Documents: they have the token ids of serving, and heads learn what the target writes."""
 
 from __future__ import annotations
 
@@ -53,14 +53,12 @@ def target(
     """Returns a target of bytes, whose stop tokens are ``</s>`` and ``<e>``."""
     tokenizer = tokenizer or bytes_tokenizer()
     tokenizer.add_special_tokens(["<s>", "</s>", "<e>"])
+    variables = {"bos_token": "<s>", "eos_token": "</s>"}
+
     return dataclasses.replace(
         tiny.target(),
         tokenizer=tokenizer,
-        chat_template=(
-            None
-            if template is None
-            else ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"})
-        ),
+        chat_template=None if template is None else ChatTemplate(template, variables),
         stop_tokens=tuple(tokenizer.token_to_id(stop) for stop in ("</s>", "<e>")[:stops]),
     )
 
@@ -68,12 +66,8 @@ def target(
 def conversation(*turns: str, system: str | None = None) -> dict[str, Any]:
     first = [] if system is None else [{"role": "system", "content": system}]
     roles = itertools.cycle(("user", "assistant"))
-    return {
-        "messages": (
-            first
-            + [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]
-        )
-    }
+    answers = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]
+    return {"messages": first + answers}
 
 
 def written(folder: Path, *rows: dict[str, Any] | str) -> Path:
@@ -191,7 +185,10 @@ def test_an_answer_that_the_template_leaves_out_is_not_learnt(tmp_path: Path) ->
 
 
 def test_an_answer_follows_the_token_ids_that_serving_sees(tmp_path: Path) -> None:
-    """A token of two line breaks would span the border of the first answer, so the second begins another text."""
+    """A token of two line breaks would span the border of the first answer.
+
+    So the second answer begins another text.
+    """
     model = target(tokenizer=bytes_tokenizer(("Ċ", "Ċ")))
     document = conversation("Why?", "\n\nBecause.", "Really?", "Yes.")
     texts, _ = read(tmp_path, model, document)
@@ -208,10 +205,12 @@ def test_no_space_is_put_in_front_of_an_answer(tmp_path: Path) -> None:
     tokenizer = Tokenizer(
         models.Unigram([(word, -float(len(words) - rank)) for rank, word in enumerate(words)], 0)
     )
+
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
     tokenizer.decoder = decoders.Metaspace()
+
     model = target(tokenizer=tokenizer, stops=0)
     texts, _ = read(tmp_path, model, {"prompt": "Why", "completion": " Because"})
     assert texts[0].tokens == [words.index("▁Why"), words.index("▁Because")]
@@ -262,6 +261,7 @@ def test_prompts_and_texts_are_encoded_as_they_are(tmp_path: Path) -> None:
         single="<s> $A", special_tokens=[start]
     )
     model = target(tokenizer=tokenizer)
+
     documents = [
         {
             "prompt": "f(x) =",
@@ -274,19 +274,15 @@ def test_prompts_and_texts_are_encoded_as_they_are(tmp_path: Path) -> None:
         {"prompt": "f(x) =", "completion": " y</s>"},
         {"text": "Once"},
     ]
+
     texts, _ = read(tmp_path, model, *documents)
-    assert [marked(text, model) for text in texts] == [
-        "<s>f(x) =[ x</s>]",
-        "<s>f(x) =[ y</s>]",
-        "[<s>Once</s>]",
-    ]
+    expected = ["<s>f(x) =[ x</s>]", "<s>f(x) =[ y</s>]", "[<s>Once</s>]"]
+    assert [marked(text, model) for text in texts] == expected
+
     endless = dataclasses.replace(model, stop_tokens=())
     texts, dropped = read(tmp_path, endless, *documents, {"prompt": "f(x) =", "completion": ""})
-    assert [marked(text, endless) for text in texts] == [
-        "<s>f(x) =[ x]",
-        "<s>f(x) =[ y</s>]",
-        "[<s>Once]",
-    ]
+    expected = ["<s>f(x) =[ x]", "<s>f(x) =[ y</s>]", "[<s>Once]"]
+    assert [marked(text, endless) for text in texts] == expected
     assert dropped == {"nothing to learn": 1}
 
 
@@ -296,11 +292,13 @@ def test_the_hash_of_a_document_is_that_of_its_fields_without_labels(tmp_path: P
         '{"prompt": "a", "completion": "\\u00e9", "id": 2}',
         '{"messages": [{"content": "b", "role": "user"}, {"role": "assistant", "content": "c"}]}',
     ]
+
     texts, dropped = read(tmp_path, target(), *rows)
     canonical = [
         '{"completion":"é","prompt":"a"}',
         '{"messages":[{"content":"b","role":"user"},{"content":"c","role":"assistant"}]}',
     ]
+
     assert [text.document for text in texts] == [
         int(hashlib.sha256(line.encode()).hexdigest()[:16], 16) for line in canonical
     ]
@@ -317,20 +315,15 @@ def test_long_texts_are_cut_and_a_text_continues(tmp_path: Path) -> None:
         {"text": "abcdefghi"},
         {"text": ""},
     ]
+
     texts, dropped = read(tmp_path, model, *rows, length=5)
     expected = [
-        "abc[de]",
-        "[abcde]",
-        "[fghij]",
-        "[k</s>]",
-        "[abcde]",
-        "[fghij]",
-        "[abcde]",
-        "[fghi</s>]",
-    ]
+        "abc[de]", "[abcde]", "[fghij]", "[k</s>]", "[abcde]", "[fghij]", "[abcde]", "[fghi</s>]"
+    ]  # fmt: skip
     assert [marked(text, model) for text in texts] == expected
     assert dropped == {"no room": 1, "nothing to learn": 1}
     assert len({text.document for text in texts[1:4]}) == 1
+
     with pytest.raises(
         ValueError,
         match=r"^no document is left to learn from: duplicate \(1\), no room \(1\); give",
@@ -377,6 +370,7 @@ def test_the_target_answers_the_first_question(tmp_path: Path) -> None:
         {"text": "Once more"},
         {"prompt": "x" * 100},
     ]
+
     dropped: Counter[str] = Counter()
     path = written(tmp_path, *rows)
     prompts = read_prompts_to_answer([path], model, length=100, dropped=dropped, opening=4)
@@ -389,6 +383,7 @@ def test_the_target_answers_the_first_question(tmp_path: Path) -> None:
         "Once",
     ]
     assert dropped == {"duplicate": 3, "nothing to learn": 1, "no room": 1}
+
     texts, _ = read(tmp_path, model, rows[0])
     assert prompts[0][1] == texts[0].document
 
@@ -481,16 +476,19 @@ def test_targets_and_lengths_that_cannot_be_are_refused(tmp_path: Path) -> None:
             ValueError, match=f"length is {length}; expected 2 to the 512 positions of target"
         ):
             read_documents([path], model, length=length, dropped=Counter())
+
     for opening in (0, -1):
         with pytest.raises(ValueError, match=f"opening is {opening}; expected at least 1 token"):
             read_prompts_to_answer([path], model, length=9, dropped=Counter(), opening=opening)
     with pytest.raises(ValueError, match=r"no document is left to learn from: no room \(2\)"):
         read_prompts_to_answer([path], model, length=3, dropped=Counter())
+
     path = written(tmp_path, {"messages": [{"role": "system", "content": "Be brief."}]})
     with pytest.raises(
         ValueError, match=r"own\.jsonl line 1: the conversation has no turn of the user; give one"
     ):
         read_prompts_to_answer([path], model, length=9, dropped=Counter())
+
     bare = dataclasses.replace(model, tokenizer=None)
     with pytest.raises(
         ValueError, match="target has no tokenizer, which documents need; give a target with one"

@@ -1,4 +1,7 @@
-"""The losses of EAGLE-1 and MTP, and their gradients, compared with PyTorch, which runs every row as one chain."""
+"""The losses of EAGLE-1 and MTP, and their gradients, compared with PyTorch.
+
+PyTorch runs every row as one chain.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def batch(key: jax.Array | None = None) -> TTTBatch:
 def in_torch(
     method: str, drafter: Any, params: Any, batch: TTTBatch, num_steps: int
 ) -> tuple[float, np.ndarray]:
-    """Returns the paper's loss and its gradient with respect to ``fc`` or ``eh_proj``, ``[D 2D]``."""
+    """Returns the paper's loss and its gradient with respect to ``fc`` or ``eh_proj [D 2D]``."""
     import torch
 
     config = drafter.config
@@ -66,9 +69,8 @@ def in_torch(
         for t in range(SIZE):
             stream = states[row, : t + 1]
             for step in range(num_steps):
-                end = (
-                    t + 1 + step
-                )  # position of the last token that is read, and of the state that is imitated
+                # Position of the last token that is read, and of the state that is imitated.
+                end = t + 1 + step
                 if end >= SIZE or not real[end]:
                     break
                 out = run(embedding[tokens[1 : end + 1]], stream)[-1:]
@@ -106,9 +108,8 @@ def prepared(method: str, depth: int) -> tuple[Any, Any, Any]:
 @pytest.mark.parametrize(("method", "depth"), [("eagle1", 2), ("mtp", 2)])
 def test_a_loss_and_its_gradient_are_those_of_chains_in_torch(method: str, depth: int) -> None:
     drafter, params, loss = prepared(method, depth)
-    params = jax.tree.map(
-        lambda leaf: 1.5 * leaf, params
-    )  # so that attention and states depend on the text
+    # Attention and states have to depend on the text.
+    params = jax.tree.map(lambda leaf: 1.5 * leaf, params)
     (value, metrics), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, batch())
     expected, slope = in_torch(method, drafter, params, batch(), depth)
     assert float(value) == pytest.approx(expected, rel=1e-5)

@@ -1,4 +1,4 @@
-"""Conversations that a chat model writes: their tokens, masks and numbers, and dropped and refused ones."""
+"""Conversations of a chat model: tokens, masks, numbers, and dropped and refused ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ SHORT = {"length": 120, "user_length": 40, "slots": 3, "user_temperature": 1.0}
 def chat_model(
     template: str = CHATML, *, stop_tokens: tuple[int, ...] = (END, 0, 1)
 ) -> e3.LoadedTarget:
-    """Returns a random target whose tokens are letters. It stops at `a` and `b`, because random text rarely ends."""
+    """Returns a random target whose tokens are letters.
+
+    It stops at `a` and `b`, because random text rarely ends.
+    """
     tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(LETTERS)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -65,6 +68,7 @@ def test_a_text_is_the_prompt_that_serving_encodes_and_the_answer_of_the_target(
     texts = Conversations(TARGET, OwnTextConfig(greedy_share=1.0, **SHORT), 24)
     conversations = list(texts)
     assert len(conversations) >= 8 and len(conversations) + texts.dropped.total() == 24
+
     for text in conversations:
         turn = user_turn(text)
         prompt = TARGET.apply_chat_template([{"role": "user", "content": turn}])
@@ -73,6 +77,7 @@ def test_a_text_is_the_prompt_that_serving_encodes_and_the_answer_of_the_target(
         assert text.learn == [False] * len(prompt) + [True] * len(answer)
         assert text.document == document_hash(turn)
         assert turn == turn.strip() and 1 <= len(turn) <= 40
+
     assert len({text.document for text in conversations}) == len(conversations)
 
 
@@ -90,9 +95,9 @@ def test_a_conversation_depends_on_its_number_and_the_seed_greedy() -> None:
 def test_a_turn_is_what_the_target_writes_after_the_prefix_and_is_kept_once() -> None:
     prefix, _ = around_user(TARGET)
     assert text_of(prefix) == "<|im_start|>user\n"
-    greedy = (
-        e3.SpeculativeDecoder(TARGET, stop_tokens=()).generate(prefix, max_new_tokens=40).tokens[0]
-    )
+    endless = e3.SpeculativeDecoder(TARGET, stop_tokens=())
+    greedy = endless.generate(prefix, max_new_tokens=40).tokens[0]
+
     length = next(index for index in range(6, 40) if greedy[index] not in greedy[:index])
     target = chat_model(stop_tokens=(greedy[length],))
     almost_greedy = SHORT | {"user_temperature": 1e-6, "user_length": length}
@@ -102,12 +107,14 @@ def test_a_turn_is_what_the_target_writes_after_the_prefix_and_is_kept_once() ->
     (text,) = texts
     assert user_turn(text) == text_of(greedy[:length]).strip()
     assert texts.dropped == {"duplicate": 4}
+
     for limit, reason in ((length - 1, "too long"), (length, None)):
         config = OwnTextConfig(**almost_greedy | {"user_length": limit})
         conversation = Conversations(target, config, 1)
         assert (len(list(conversation)), conversation.dropped["too long"]) == (
             (0, 1) if reason else (1, 0)
         )
+
     at_once = Conversations(chat_model(stop_tokens=(greedy[0],)), OwnTextConfig(**almost_greedy), 2)
     assert (list(at_once), at_once.dropped) == ([], {"too short": 2})
 
@@ -126,6 +133,7 @@ def test_prompts_of_others_are_answered_and_what_repeats_is_left_out() -> None:
     prompts = [*tiny.random_prompts(6, len(LETTERS), seed=1), [1] * 120]
     config = OwnTextConfig(greedy_share=1.0, **SHORT)
     results = dict(answers(target, iter(prompts), config))
+
     decoder = e3.SpeculativeDecoder(target)
     expected = [
         decoder.generate(prompt, max_new_tokens=120 - len(prompt)).tokens[0]
@@ -135,6 +143,7 @@ def test_prompts_of_others_are_answered_and_what_repeats_is_left_out() -> None:
         index: [] if repeats(answer) else answer for index, answer in enumerate([*expected, []])
     }
     assert any(map(repeats, expected)), "a greedy random model repeats itself"
+
     sampled = OwnTextConfig(greedy_share=0.0, temperature=3.0, **SHORT)
     first, second = (dict(answers(target, [prompts[0]] * 2, sampled)) for _ in range(2))
     assert first == second and first[0] != first[1]

@@ -59,6 +59,7 @@ def test_an_eagle3_head_starts_as_the_last_layer_of_its_target() -> None:
     start = RECIPES["eagle3"].start(
         drafter, target, np.arange(100, dtype=np.int32), jax.random.key(0)
     )
+
     last = target.params["blocks"][config.num_layers - 1]
     first = start["first"]
     attention = first["attention"]
@@ -69,6 +70,7 @@ def test_an_eagle3_head_starts_as_the_last_layer_of_its_target() -> None:
         (first["mlp"]["down"]["kernel"], last["mlp"]["down"]["kernel"]),
     ):
         np.testing.assert_array_equal(fresh, expected)
+
     random = drafter.init_params(jax.random.key(0))
     added = start["fc"]["kernel"] - random["fc"]["kernel"]
     np.testing.assert_allclose(added[-config.width :], np.eye(config.width), atol=1e-6)
@@ -76,7 +78,7 @@ def test_an_eagle3_head_starts_as_the_last_layer_of_its_target() -> None:
 
 
 def test_norms_of_weights_around_zero_start_around_one() -> None:
-    """The weight of a head's norm multiplies as it is; that of Gemma's norms is 1 plus the stored one."""
+    """The weight of a head's norm multiplies as it is; of Gemma's, 1 plus the stored one."""
     target = tiny.target(13, layers=tiny.layers(8, head_dim=4), norm_kind="zero-centred")
     drafter = RECIPES["eagle3"].drafter(official_head(target.model.config, 13))
     start = initial_head(drafter, target, None, jax.random.key(0))
@@ -108,26 +110,33 @@ def written() -> list[list[int]]:
 @jax.numpy_dtype_promotion("standard")  # optax's own arithmetic mixes types
 @pytest.mark.parametrize("method", TAUGHT)
 def test_a_recipe_teaches(method: str) -> None:
-    """A head memorises text of the target: the loss falls, all parameters move, and more drafts are accepted."""
+    """A head memorises text of the target.
+
+    The loss falls, all parameters move, and more drafts are accepted.
+    """
     recipe = RECIPES[method]
     options = HeadOptions(depth=DEPTH, num_layers=TAUGHT[method])
     drafter = recipe.drafter(recipe.config(TARGET.model.config, options))
+
     frozen = frozen_of(TARGET)
     trainer = Trainer(
         lambda params, batch: recipe.loss(drafter, TARGET.model, params, frozen, batch, options),
         OptimizerConfig(learning_rate=1e-2, num_steps=STEPS, warmup_steps=5, weight_decay=0.0),
     )
+
     start = recipe.start(drafter, TARGET, None, jax.random.key(0))
     texts = Texts.of(
         Text([*prompt, *answer], [False] * len(prompt) + [True] * len(answer), index)
         for index, (prompt, answer) in enumerate(zip(PROMPTS, written(), strict=True))
     )
+
     batch_at, _ = text_batches(texts, 16, 0)
     *_, (state, _) = history = list(trainer.run(trainer.start(start), batch_at, STEPS))
     losses, taus = ([metrics[name] for _, metrics in history] for name in ("loss", "simulated_tau"))
     assert losses[-1] < 0.8 * losses[0] and taus[-1] > taus[0] + 0.5
     moved = jax.tree.map(lambda before, after: bool(jnp.any(before != after)), start, state.params)
     assert jax.tree.all(moved), moved
+
     params: Any = state.params
     if method != "draft-model":
         params = drafter.assemble(params, TARGET.model.tables(TARGET.params))

@@ -30,6 +30,7 @@ def test_one_pass_over_greedy_text_finds_the_rounds_of_decoding():
     decoder = e3.SpeculativeDecoder(target, head, num_speculative_tokens=3)
     prompts = ["def fibonacci(n):", "import collections", "class Stack:"]
     result = decoder.generate(prompts, max_new_tokens=40)
+
     texts = Texts.of(
         Text(
             [*row.prompt_tokens, *row.tokens],
@@ -38,17 +39,15 @@ def test_one_pass_over_greedy_text_finds_the_rounds_of_decoding():
         )
         for index, row in enumerate(result.rows)
     )
+
     frozen: Any = {"target_params": target.params, "embedding": head.params["embedding"]}
     frozen["draft_to_target"] = head.params["draft_to_target"]
     evaluation = Evaluation(target, head.drafter, frozen, texts, None, 3)
     measured = evaluation.in_one_pass(head.params["head"])
     assert measured is not None
-    assert (
-        measured["rounds"] == int(np.sum(result.stats.num_drafts)) < 3 * 30
-    )  # of 3 times 39 without drafts
+    # Without drafts there would be 3 times 39.
+    assert measured["rounds"] == int(np.sum(result.stats.num_drafts)) < 3 * 30
     # Decoding may accept drafts past the end of the text in the last round.
     assert measured["tau"] == pytest.approx(result.stats.mean_acceptance_length, rel=0.05)
-    assert (
-        evaluation.by_decoding(head.params["head"], max_new_tokens=40)
-        == result.stats.mean_acceptance_length
-    )
+    decoded = evaluation.by_decoding(head.params["head"], max_new_tokens=40)
+    assert decoded == result.stats.mean_acceptance_length

@@ -22,7 +22,7 @@ LENGTHS = [5, 40, 17, 33, 8, 12, 40, 21, 30, 9, 16, 6]
 
 @pytest.fixture
 def stored(tmp_path, monkeypatch):
-    """Returns a target, the head's layers, and the function that computes the features of the random texts."""
+    """Returns a target, the head's layers, and the function of the features of the random texts."""
     monkeypatch.setattr(storage, "TEXTS_OF_A_PART", 5)
     model, drafter, _, frozen = random_pair()
     target = LoadedTarget(
@@ -85,6 +85,7 @@ def test_buckets_hold_every_text_once_with_little_padding():
 def test_a_pass_sees_every_text_once_and_depends_on_the_step_alone():
     texts = random_texts()
     batch_at, steps = text_batches(texts, 2, seed=3)
+
     rows = []
     for step in range(steps):
         batch = batch_at(step)
@@ -93,14 +94,18 @@ def test_a_pass_sees_every_text_once_and_depends_on_the_step_alone():
         ):
             row = np.asarray(tokens)[np.asarray(real)]
             if len(row) == 1:
-                assert not learn.any()  # a row without a text
+                # A row without a text.
+                assert not learn.any()
                 continue
+
             rows.append(row.tolist())
             # Entry t is for token t + 2; the first token of the answer is the target's.
             expected = np.arange(len(learn)) + 2
             assert np.array_equal(learn, (expected > len(row) // 3) & (expected < len(row)))
+
     all_texts = [row.tolist() for row in np.split(texts.tokens, np.cumsum(LENGTHS)[:-1])]
     assert sorted(rows) == sorted(all_texts)
+
     again, _ = text_batches(texts, 2, seed=3)
     for step in (steps + 2, 1, steps + 2):
         assert np.array_equal(again(step).tokens, batch_at(step).tokens)

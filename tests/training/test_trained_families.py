@@ -1,4 +1,4 @@
-"""A head of 200 training steps is accepted more often than n-grams, for targets with every kind of layer."""
+"""A head of 200 training steps is accepted more often than n-grams, whatever the layers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from validation import peaked
 pytestmark = pytest.mark.torch
 
 FAMILIES = (
-    "qwen3", "qwen3_moe", "deepseek_v3", "qwen3_5_text", "gpt_oss", "glm4_moe", "llama4, norms", "qwen3_next",
-    "glm4_moe_lite",
+    "qwen3", "qwen3_moe", "deepseek_v3", "qwen3_5_text", "gpt_oss", "glm4_moe",
+    "llama4, norms", "qwen3_next", "glm4_moe_lite",
 )  # fmt: skip
 STEPS = 200
 NEW_TOKENS = 32
@@ -53,6 +53,6 @@ def test_a_trained_head_is_accepted_more_often_than_ngrams(tmp_path: Path, name:
 
 
 def tokens_per_round(result: GenerationResult) -> float:
-    """Rounds in which nothing was drafted count as well: each writes one token and what is accepted."""
+    """Rounds in which nothing was drafted count: each writes one token and what is accepted."""
     tokens = sum(map(len, result.tokens))
     return tokens / (tokens - int(result.stats.num_accepted_tokens))

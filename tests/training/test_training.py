@@ -27,12 +27,16 @@ unroll = jax.jit(ttt.unroll, static_argnums=(0, 5))
 
 
 def read_golden_pair():
-    """Reads the recorded head and target, whose weights are rounded through float16 as in the official code."""
+    """Reads the recorded head and target.
+
+    Their weights are rounded through float16 as in the official code.
+    """
     target = conversion.read_target(GOLDEN / "target")
     head = conversion.read_head(GOLDEN / "eagle3", target.config)
     wide = lambda params, dtype: jax.tree.map(
         lambda leaf: jnp.asarray(np.asarray(leaf, dtype), jnp.float32), params
     )
+
     target_params = wide(target.params, np.float16)
     ids = jnp.asarray(head.draft_to_target)
     frozen = {
@@ -40,12 +44,13 @@ def read_golden_pair():
         "embedding": target_params["embedding"],
         "draft_to_target": ids,
     }
+
     drafter = Eagle3Drafter(head.config)
     return Pair(DecoderTarget(target.config), drafter, wide(head.head, np.float32), frozen)
 
 
 def check_official_losses(steps=7):
-    """Checks the losses of the first steps, which do not depend on the number of steps after them."""
+    """Checks the losses of the first steps, which do not depend on the number of later steps."""
     golden = json.loads((GOLDEN / "ttt_losses.json").read_text())
     target, drafter, head, frozen = read_golden_pair()
     batch = TTTBatch(
@@ -53,14 +58,13 @@ def check_official_losses(steps=7):
         attention_mask=jnp.asarray(golden["attention_mask"], bool),
         loss_mask=jnp.asarray(golden["loss_mask"], bool),
     )
+
     # Compiled in every call, because an injected bug may have changed the code since an earlier
     # one.
-    run = jax.jit(
-        lambda head, batch: ttt_loss(
-            drafter, target, head, frozen, batch, TTTConfig(num_steps=steps)
-        )
-    )
+    config = TTTConfig(num_steps=steps)
+    run = jax.jit(lambda head, batch: ttt_loss(drafter, target, head, frozen, batch, config))
     loss, metrics = run(head, batch)
+
     losses = golden["plosses"][:steps]
     for step, (expected, accuracy) in enumerate(zip(losses, golden["acces"], strict=False)):
         assert metrics[f"loss_{step}"] == pytest.approx(expected, abs=1e-4)
@@ -90,7 +94,10 @@ def rope(x, position):
 
 
 def oracle_logits(drafter, head, embedding, features, tokens, real):
-    """Runs the training-time test of one sequence in float64, one row and one key at a time, in the official layout.
+    """Runs the training-time test of one sequence in float64, in the official layout.
+
+    It computes one row and one key at a time.
+
 
     Row ``t`` attends to the keys ``j <= t`` of block 0 and to key ``t`` of each later block, within
     the window.
@@ -162,17 +169,18 @@ def test_unroll_is_the_dense_mask_computation(pair, padding, window):
     batch = make_batch(padding=padding)
     features = jax.random.normal(jax.random.key(1), (2, 6, 3, 16))
     logits = unroll(drafter, head, frozen["embedding"], features, batch, STEPS)
+
     for b in range(2):
         tokens = np.asarray(batch.tokens[b])
         real = np.asarray(batch.attention_mask[b])
-        first = int(
-            np.argmax(real)
-        )  # rows before it attend to nothing, which the oracle cannot express
+        # Rows before the first real token attend to nothing, which the oracle cannot express.
+        first = int(np.argmax(real))
         # Left padding turns all rotary positions alike, so the oracle may start at the first real
         # token.
         rows = oracle_logits(
             drafter, head, frozen["embedding"], features[b, first:], tokens[first:], real[first:]
         )
+
         for step in range(STEPS):
             # A row of padding whose window has only padding attends to nothing either.
             ours = np.asarray(logits[step])[b, real]

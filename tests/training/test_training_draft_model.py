@@ -21,7 +21,10 @@ DEPTH = 3
 
 
 def distributions(model: DecoderTarget, params: dict, tokens: list[int]) -> np.ndarray:
-    """Returns the distribution after each token of a text without padding, ``[T V]``, in 64 bits from the logits on."""
+    """Returns the distribution after each token of a text without padding, ``[T V]``.
+
+    In 64 bits from the logits on.
+    """
     logits = tiny.forward(model, params, jnp.array([tokens]))[0]
     return softmax(np.asarray(logits, np.float64)[0], axis=-1)
 
@@ -31,6 +34,7 @@ def by_hand(draft: DecoderTarget, params: dict, batch: TTTBatch) -> tuple[float,
     divergences = []
     overlaps = []
     hits = {}
+
     for row, tokens in enumerate(np.asarray(batch.tokens)):
         real = tokens[: int(batch.attention_mask[row].sum())].tolist()
         ps = distributions(TARGET.model, TARGET.params, real)
@@ -42,15 +46,18 @@ def by_hand(draft: DecoderTarget, params: dict, batch: TTTBatch) -> tuple[float,
                 divergences.append(float(rel_entr(p, q).sum()))
                 overlaps.append(float(np.minimum(p, q).sum()))
                 hits[row, position] = p.argmax() == q.argmax()
+
     # The draft at a depth is that of a later position.
     by_depth = [
         {(row, at - depth): hit for (row, at), hit in hits.items() if at >= depth}
         for depth in range(DEPTH)
     ]
+
     metrics = {
         f"accuracy_{depth}": float(np.mean(list(by_depth[depth].values())))
         for depth in range(DEPTH)
     }
+
     metrics["acceptance_0"] = float(np.mean(overlaps))
     return float(np.mean(divergences)), {**metrics, "simulated_tau": training_pair.tau_of(by_depth)}
 
@@ -59,14 +66,17 @@ def test_the_loss_is_the_mean_divergence_where_the_target_wrote() -> None:
     drafter = RECIPES["draft-model"].drafter(
         small_model(TARGET.model.config, HeadOptions(depth=DEPTH, num_layers=1))
     )
+
     params = jax.tree.map(lambda leaf: 3.0 * leaf, drafter.model.init(jax.random.key(2)))
     batch = training_pair.make_batch(length=7, padding=(0, 2))
     batch = batch.replace(loss_mask=batch.loss_mask.at[0, :2].set(False))
     frozen = training_pair.frozen_of(TARGET)
+
     objective = lambda params: distillation_loss(
         drafter, TARGET.model, params, frozen, batch, DEPTH
     )
     (loss, metrics), grads = jax.jit(jax.value_and_grad(objective, has_aux=True))(params)
+
     expected, expected_metrics = by_hand(drafter.model, params, batch)
     assert 0 < loss == pytest.approx(expected, rel=1e-4)
     assert {name: float(value) for name, value in metrics.items()} == pytest.approx(

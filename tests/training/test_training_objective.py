@@ -42,7 +42,10 @@ B = (0.25, 0.75)
 
 
 def table_loss(monkeypatch, *, steps, ids, loss_mask, config):
-    """Returns the objective for fixed distributions: the target's are ``P``, the head's are ``steps [K][T W]``."""
+    """Returns the objective for fixed distributions.
+
+    The target's are ``P``, the head's are ``steps [K][T W]``.
+    """
     layers = uniform(1, GroupedQuery(num_heads=1, num_kv_heads=1, head_dim=2), GatedMLP(width=4))
     model = DecoderConfig(vocab_size=3, width=4, layers=layers)
     head = Eagle3Config(
@@ -53,21 +56,23 @@ def table_loss(monkeypatch, *, steps, ids, loss_mask, config):
         target_width=4,
         aux_layers=(0,),
     )
+
+    # Logits are known up to a constant.
+    table = jnp.log(jnp.asarray(P, jnp.float32))[None] + 3.0
     frozen = {
-        "target_params": {
-            "table": jnp.log(jnp.asarray(P, jnp.float32))[None] + 3.0
-        },  # known up to a constant
+        "target_params": {"table": table},
         "embedding": jnp.zeros((3, 4)),
         "draft_to_target": jnp.asarray(ids, jnp.int32),
     }
-    monkeypatch.setattr(
-        ttt, "unroll", lambda *_: [jnp.log(jnp.asarray(s, jnp.float32))[None] for s in steps]
-    )
+    logits = [jnp.log(jnp.asarray(step, jnp.float32))[None] for step in steps]
+    monkeypatch.setattr(ttt, "unroll", lambda *_: logits)
+
     batch = TTTBatch(
         tokens=jnp.zeros((1, len(P)), jnp.int32),
         attention_mask=jnp.ones((1, len(P)), bool),
         loss_mask=jnp.asarray(loss_mask, bool)[None],
     )
+
     loss, metrics = ttt_loss(
         Eagle3Drafter(head, Chain(1)), TableTarget(model), {}, frozen, batch, config
     )
@@ -171,8 +176,7 @@ def test_only_the_head_is_differentiated_and_only_through_supervised_rows(pair):
     assert all(np.all(np.asarray(leaf) == 0) for leaf in jax.tree.leaves(trained))
 
 
-# --- the draft vocabulary
-# --------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------- the draft vocabulary
 
 
 @pytest.mark.parametrize(

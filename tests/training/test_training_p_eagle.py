@@ -30,7 +30,10 @@ parallel_logits = jax.jit(p_eagle.parallel_logits, static_argnums=0)
 
 @pytest.fixture(scope="module")
 def pair() -> tuple[DecoderTarget, PEagleDrafter, Any, Any]:
-    """Two layers, the second with a window. The head's weights are large, so that it depends on what it attends to."""
+    """Two layers, the second with a window.
+
+    The head's weights are large, so that it depends on what it attends to.
+    """
     target, eagle3, _, frozen = random_pair()
     layers = (eagle3.config.layers[0], with_window(eagle3.config.layers[0], 3))
     config = PEagleConfig(**vars(eagle3.config) | {"layers": layers, "mask_token_id": VOCAB - 1})
@@ -66,21 +69,21 @@ def test_every_depth_keeps_the_share_of_the_paper() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_chains_have_no_gaps_and_are_supervised(seed: int) -> None:
     valid = np.random.default_rng(seed).random((3, 24)) < np.array([[0.9], [0.5], [0.05]])
-    valid[0, 0] = True  # a position without an anchor before it
+    # A position without an anchor before it.
+    valid[0, 0] = True
     chains = sample(jax.random.key(seed), jnp.asarray(valid), 6)
+
     for row in range(3):
         of_depth = rows_of(chains, row)
         supervised = int(valid[row].sum())
         assert of_depth[0] == list(range(24))
         for depth in range(1, max(chains.depths) + 1):
             anchors = of_depth[depth]
-            assert (
-                len(set(anchors))
-                == len(anchors)
-                <= max(0, supervised - depth) * max(0.7**depth, 0.2)
-            )
+            most = max(0, supervised - depth) * max(0.7**depth, 0.2)
+            assert len(set(anchors)) == len(anchors) <= most
             assert set(anchors) <= set(of_depth[depth - 1])
             assert all(anchor >= 0 and valid[row, anchor + depth] for anchor in anchors)
+
     assert rows_of(chains, 0)[2]
 
 
@@ -92,6 +95,7 @@ def test_no_row_attends_to_padding_or_to_a_chain_that_was_not_sampled() -> None:
         depths=(0, 0, 0, 0, 1, 1, 2),
     )
     mask = chain_mask(chains, jnp.array([[1, 1, 0, 0]], bool))[0].astype(int)
+
     # Padding attends to itself.
     assert mask[:5, :4].tolist() == [
         [1, 0, 0, 0],
@@ -104,7 +108,10 @@ def test_no_row_attends_to_padding_or_to_a_chain_that_was_not_sampled() -> None:
 
 
 def test_training_has_the_distributions_of_drafting(pair) -> None:
-    """Compares those of training at every anchor and depth with those of drafting after every prefix, with a window."""
+    """Compares the distributions of training, at every anchor and depth, with those of drafting.
+
+    Drafting follows every prefix, and a layer has a window.
+    """
     target, drafter, head, frozen = pair
     batch = make_batch(1, 8)
     size = 8
@@ -160,7 +167,7 @@ def test_the_loss_is_one_mean_over_all_depths(pair) -> None:
     features = ttt.teacher_forward(drafter, target, frozen, batch, 1)[1]
     scores = parallel_logits(drafter, head, frozen["embedding"], features, batch, chains)
     positions = jnp.broadcast_to(jnp.arange(8), (2, 8))
-    seen = jnp.tril(jnp.ones((8, 8), jnp.bool_)) & batch.attention_mask[:, None, :]
+    seen = jnp.tril(jnp.ones((8, 8), jnp.bool_))[None] & batch.attention_mask[:, None, :]
     final = target(frozen["target_params"], batch.tokens, positions, seen).final
     logits = np.asarray(target.unembed(frozen["target_params"], final), np.float64)
     ids = np.asarray(frozen["draft_to_target"])

@@ -1,4 +1,4 @@
-"""Runs of training: the order of data, optimisers, and a resumed run that is bit for bit the unbroken one."""
+"""Training: the order of data, optimisers, and a resumed run that equals the unbroken one."""
 
 from __future__ import annotations
 
@@ -95,9 +95,8 @@ def test_a_resumed_run_has_bit_identical_losses(pair, tmp_path):
         )
 
     first, run = start()
-    unbroken = [
-        next(run)[1] for _ in range(5)
-    ]  # dies after step 5; its last checkpoint is that of step 3
+    # It dies after step 5; its last checkpoint is that of step 3.
+    unbroken = [next(run)[1] for _ in range(5)]
     second, run = start()
     resumed = [metrics for _, metrics in run]
     assert (first, second) == (0, 3)
@@ -137,22 +136,26 @@ def test_a_step_that_is_not_finite_is_not_taken(tmp_path):
 
 # As a command
 
-HEAD = ("--steps", 3, "--batch", 2, "--draft-vocab-size", 32, "--unroll", "1:1,2", "--warmup-steps", 1,
-        "--dtype", "float32", "--save-every", 1)  # fmt: skip
+HEAD = (
+    "--steps", 3, "--batch", 2, "--draft-vocab-size", 32, "--unroll", "1:1,2", "--warmup-steps", 1,
+    "--dtype", "float32", "--save-every", 1,
+)  # fmt: skip
 
 
 def written_texts(directory: Path, seed: int = 0, writer: Path | None = None) -> Path:
-    """Writes a directory of texts, as ``eagle3 train data`` does; the first of the seven is held out.
+    """Writes a directory of texts, as ``eagle3 train data`` does; the first of seven is held out.
 
     Texts are random tokens, or three random tokens and their continuation by ``writer``, a target.
     """
     tokens = np.random.default_rng(seed).integers(0, 96, (7, 12)).tolist()
     learn = [False] * 3 + [True] * 9
+
     if writer is not None:
         decoder = SpeculativeDecoder(load_target(writer), stop_tokens=())
         prompts = [row[:3] for row in tokens]
         answers = decoder.generate(prompts, max_new_tokens=9).tokens
         tokens = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+
     directory.mkdir()
     texts = [Text(row, learn, 2**63 + index if index else 0) for index, row in enumerate(tokens)]
     Texts.of(texts[:3]).save(directory / "texts-00000.npz")
@@ -200,6 +203,8 @@ def test_a_head_continues_only_the_run_that_was_begun(cli, refused, tmp_path, mo
     raw = bytearray((other_target / "model.safetensors").read_bytes())
     raw[-1] ^= 1  # a bit of the last weight
     (other_target / "model.safetensors").write_bytes(bytes(raw))
+    slower = ("--learning-rate", 1e-3)
+    both = ("--seed", 7, "--batch", 3)
     changes: dict[str, tuple[Any, ...]] = {
         "DATA was sha256 ": (target, written_texts(tmp_path / "more", 1), out, *HEAD),
         "TARGET was sha256 ": (other_target, data, out, *HEAD),
@@ -207,25 +212,9 @@ def test_a_head_continues_only_the_run_that_was_begun(cli, refused, tmp_path, mo
         "--batch was 2 and is 3": (target, data, out, *HEAD, "--batch", 3),
         "--steps was 3 and is 4": (target, data, out, *HEAD, "--steps", 4),
         "--draft-vocab-size was 32 and is 33": (target, data, out, *HEAD, "--draft-vocab-size", 33),
-        "--learning-rate was 0.004 and is 0.001": (
-            target,
-            data,
-            out,
-            *HEAD,
-            "--learning-rate",
-            1e-3,
-        ),
+        "--learning-rate was 0.004 and is 0.001": (target, data, out, *HEAD, *slower),
         "--unroll was 1:1,2 and is 2": (target, data, out, *HEAD, "--unroll", "2"),
-        "--batch was 2 and is 3; --seed was 0 and is 7": (
-            target,
-            data,
-            out,
-            *HEAD,
-            "--seed",
-            7,
-            "--batch",
-            3,
-        ),
+        "--batch was 2 and is 3; --seed was 0 and is 7": (target, data, out, *HEAD, *both),
     }
     for says, arguments in changes.items():
         line = refused("train", "head", *arguments)
@@ -250,21 +239,24 @@ def test_a_head_continues_only_the_run_that_was_begun(cli, refused, tmp_path, mo
 
 @pytest.mark.usefixtures("optax_promotion")
 def test_a_target_continues_only_the_run_that_was_begun(cli, refused, tmp_path, monkeypatch):
-    data = write_bytes_target(tmp_path / "data")  # for its tokenizer
+    # A corpus has a tokenizer.
+    data = write_bytes_target(tmp_path / "data")
     np.save(data / "train.npy", np.random.default_rng(0).integers(0, 256, 400).astype(np.uint16))
     shape = (
-        "--layers", 1, "--width", 16, "--mlp-width", 16, "--heads", 2, "--kv-heads", 1, "--head-dim", 8, "--steps", 3,
-        "--phases", "2x16", "--warmup-steps", 1, "--dtype", "float32", "--save-every", 1,
+        "--layers", 1, "--width", 16, "--mlp-width", 16, "--heads", 2, "--kv-heads", 1,
+        "--head-dim", 8, "--steps", 3, "--phases", "2x16", "--warmup-steps", 1,
+        "--dtype", "float32", "--save-every", 1,
     )  # fmt: skip
     with monkeypatch.context() as patch:
         kill_after(patch, 2)
         assert cli("train", "target", data, tmp_path / "out", *shape)[0] == 130
+
     says = refused(
         "train", "target", data, tmp_path / "out", *shape, "--seed", 1, "--phases", "3x16"
     )
-    assert (
-        "another run: --phases was 2x16 and is 3x16; --seed was 0 and is 1. Give the same" in says
-    )
+    changed = "--phases was 2x16 and is 3x16; --seed was 0 and is 1. Give the same"
+    assert f"another run: {changed}" in says
+
     np.save(data / "train.npy", np.arange(256, dtype=np.uint16))
     assert "another run: CORPUS was sha256 " in refused(
         "train", "target", data, tmp_path / "out", *shape
@@ -274,9 +266,12 @@ def test_a_target_continues_only_the_run_that_was_begun(cli, refused, tmp_path, 
 def test_a_signal_ends_a_run_after_its_step_and_the_same_command_goes_on(tmp_path):
     target = write_llama(tmp_path / "target", width=16)
     data = written_texts(tmp_path / "data")
-    arguments = ("train", "head", target, data, tmp_path / "out", *HEAD[4:], "--steps", 10**6, "--batch", 2,
-                 "--unroll", 2, "--save-every", 10**6, "--evaluate-every", 0)  # fmt: skip
+    arguments = (
+        "train", "head", target, data, tmp_path / "out", *HEAD[4:], "--steps", 10**6,
+        "--batch", 2, "--unroll", 2, "--save-every", 10**6, "--evaluate-every", 0,
+    )  # fmt: skip
     command = [sys.executable, "-m", "eagle3_jax", *map(str, arguments)]
+
     steps = []
     for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
         run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -286,12 +281,14 @@ def test_a_signal_ends_a_run_after_its_step_and_the_same_command_goes_on(tmp_pat
         run.send_signal(number)
         _, error = run.communicate(timeout=60)
         assert run.returncode == code
+
         match = re.search(
             r"interrupted at step (\d+) of 1000000; the same command continues there", error
         )
         assert match is not None, error
         steps.append(int(match[1]))
         assert (tmp_path / "out" / "checkpoints" / match[1]).is_dir()
+
     assert steps[0] < steps[1]
 
 
@@ -301,6 +298,7 @@ def test_what_train_data_did_not_write_is_refused(refused, tmp_path):
     assert "write them with `eagle3 train data TARGET" in refused(
         "train", "head", target, data, tmp_path / "out"
     )
+
     written_texts(data)
     shard = data / "texts-00001.npz"
     content = shard.read_bytes()
@@ -310,10 +308,12 @@ def test_what_train_data_did_not_write_is_refused(refused, tmp_path):
     shard.unlink()
     unfinished = "is not finished: 1 of 2 files are absent; run the same `eagle3 train data`"
     assert unfinished in refused("train", "head", target, data, tmp_path / "out")
+
     shard.write_bytes(content)
     (data / "data.json").write_text(json.dumps({"options": {"--held-out": 0.0}, "shards": 2}))
     assert "of the 7 texts in" in refused("train", "head", target, data, tmp_path / "out")
     assert "0 are held out" in refused("train", "head", target, data, tmp_path / "out")
+
     other_target = write_llama(tmp_path / "small", width=16, vocab_size=40)
     (data / "data.json").write_text(json.dumps({"options": {"--held-out": 0.1}, "shards": 2}))
     assert "encoded with another tokenizer" in refused(
