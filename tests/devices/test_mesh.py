@@ -58,23 +58,29 @@ def test_eight_devices_write_what_one_writes(results: dict[str, Any]) -> None:
 
 def test_a_step_adds_twice_a_layer_and_moves_nothing_large(results: dict[str, Any]) -> None:
     """The target has two layers; the head's layer runs for two levels and once for the accepted tokens."""
+
     steps = results["steps"]
     layers = 2 * (2 + 2 + 1)
+
     for name, step in steps.items():
         assert not step["moves"].keys() & {"collective-permute", "all-to-all", "reduce-scatter"}, (
             name
         )
         assert step["largest"] < step["keys"], name
+
     # The largest logit and the lowest id that has it, of three drafted tokens and of the
     # verification.
     assert steps["chain"]["moves"] == {"all-reduce": layers + 2 * 4}
+
     # In addition: the sums of two levels of draft probabilities. A greedy verification looks for
     # its largest logits.
     assert steps["tree"]["moves"]["all-reduce"] == layers + 2 + 2
     assert steps["tree, sampled"]["moves"]["all-reduce"] == layers + 2
+
     # Every lookup in a table that is divided is one more: two levels, what was accepted, the
     # target's own.
     assert steps["chain, tied"]["moves"]["all-reduce"] == layers + 2 * 4 + 4
+
     # Rows do not need each other.
     for name in ("n-gram, data=8", "chain, data=8"):
         assert steps[name]["moves"] == {}, name
@@ -93,6 +99,7 @@ def test_two_processes_print_what_one_prints(tmp_path: Path, cli: Any) -> None:
     prompts.write_text(
         "".join(json.dumps({"prompt": text}) + "\n" for text in ("def f(x):\n", "class Stack:\n"))
     )
+
     command = [
         "generate",
         "--prompts",
@@ -107,9 +114,11 @@ def test_two_processes_print_what_one_prints(tmp_path: Path, cli: Any) -> None:
         *command, "--trace", tmp_path / "alone.json", "--compilation-cache", "none"
     )
     assert code == 0
+
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+
     processes = []
     for index in range(2):
         options = [
@@ -124,9 +133,11 @@ def test_two_processes_print_what_one_prints(tmp_path: Path, cli: Any) -> None:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         arguments = [sys.executable, "-m", "eagle3_jax", *map(str, [*command, *options])]
         processes.append(subprocess.Popen(arguments, env=environment(2), **pipes))
+
     (first, errors), (second, _) = (process.communicate(timeout=300) for process in processes)
     assert [process.returncode for process in processes] == [0, 0], errors[-2000:]
     assert second == ""
+
     ids = lambda out: [json.loads(line)["token_ids"] for line in out.splitlines()]
     assert ids(first) == ids(single_process)
     assert (tmp_path / "0.json").read_text() == (tmp_path / "alone.json").read_text()
@@ -182,14 +193,17 @@ def test_the_host_holds_one_array_at_a_time(tmp_path: Path) -> None:
     layers = uniform(
         12, GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=64), GatedMLP(width=512)
     )
+
     config = dataclasses.replace(TARGET, width=256, layers=layers)
     mesh = make_mesh(devices=jax.devices()[:1])
     directory = write_llama(tmp_path / "target", config)
     e3.load_target(directory)
+
     for on in (None, mesh):
         tracemalloc.start()
         target = e3.load_target(directory, mesh=on)
         after, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
+
         sizes = [leaf.nbytes for leaf in jax.tree.leaves(target.params)]
         assert peak - after < 3 * max(sizes) < sum(sizes) / 5

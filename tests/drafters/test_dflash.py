@@ -134,6 +134,7 @@ def test_a_static_tree_takes_tokens_by_rank_after_their_parents(name: str) -> No
     tree = StaticTree(((0,), (2,), (0, 1), (2, 0), (2, 0, 3)))
     drafter, params = loaded_head(head.write, tree)
     draft, _, blocks, roots = drafted(head, drafter, params)
+
     for row in range(2):
         expected = set()
         for path in tree.paths:

@@ -47,6 +47,7 @@ def test_it_proposes_what_followed_the_longest_match(
     rng = np.random.default_rng(0)
     rows = [rng.integers(0, 3, size=rng.integers(2, 20)).tolist() for _ in range(200)]
     draft = propose(drafter, rows)
+
     hits = 0
     for row, tokens, valid in zip(rows, draft.tokens.tolist(), draft.valid.tolist(), strict=True):
         expected = looked_up(row, drafter)
@@ -54,4 +55,5 @@ def test_it_proposes_what_followed_the_longest_match(
         assert valid == [True] + [node < len(expected) for node in range(4)]
         assert tokens[1 : 1 + len(expected)] == expected
         hits += bool(expected)
+
     assert hits > 3, "a comparison without matches would show nothing"

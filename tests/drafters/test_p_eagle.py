@@ -147,11 +147,13 @@ def test_files_say_what_vllm_and_speculators_read(tmp_path: Path) -> None:
     values = json.loads((tmp_path / "vllm/config.json").read_text())
     assert values["pard_token"] == values["ptd_token_id"] == MASK_TOKEN
     assert "PEagle" not in values["architectures"][0]  # vLLM has no such class
+
     conversion.convert(directory, tmp_path / "spec", "speculators", TARGET)
     values = json.loads((tmp_path / "spec/config.json").read_text())
     assert (
         values.items() >= {"mask_token_id": MASK_TOKEN, "speculators_model_type": "peagle"}.items()
     )
+
     layers = {"num_aux_hidden_states": 4, "layer_types": ["sliding_attention", "full_attention"]}
     assert values["transformer_layer_config"].items() >= layers.items()
     assert "model_type" not in values

@@ -17,35 +17,43 @@ def continued(text: list[int], drafter: Suffix) -> list[int]:
     """Returns the continuation of the suffix with the largest expected number of accepted tokens; ties: the longest."""
     best = 0.0
     drafted = []
+
     for size in range(min(drafter.max_suffix, len(text) - 1), 0, -1):
         occurrences = [
             end for end in range(size, len(text)) if text[end - size : end] == text[-size:]
         ]
+
         # The longest common suffix first, then the latest: where counts are equal, the first has
         # its way.
         occurrences.sort(key=lambda end: (-common(text, end, drafter.max_suffix), -end))
+
         total = len(occurrences)
         path = []
         score = 0.0
+
         while occurrences and len(path) < drafter.num_speculative_tokens:
             following = [
                 text[end + len(path)] for end in occurrences if end + len(path) < len(text)
             ]
             if not following:
                 break
+
             token, count = max(
                 Counter(following).items(), key=lambda item: item[1]
             )  # the first met, of equals
             if count / total < drafter.min_probability:
                 break
+
             score += count / total
             occurrences = [
                 end for end in occurrences if text[end + len(path) : end + len(path) + 1] == [token]
             ]
             path.append(token)
+
         if round(score, 4) > best:
             best = round(score, 4)
             drafted = path
+
     return drafted
 
 
@@ -64,6 +72,7 @@ def test_it_proposes_what_most_often_followed(options: dict) -> None:
         rng.integers(0, rng.integers(2, 4), size=rng.integers(2, 24)).tolist() for _ in range(300)
     ]
     draft = test_ngram.propose(drafter, rows)
+
     lengths = set()
     for row, tokens, valid in zip(rows, draft.tokens.tolist(), draft.valid.tolist(), strict=True):
         expected = continued(row, drafter)
@@ -71,6 +80,7 @@ def test_it_proposes_what_most_often_followed(options: dict) -> None:
         assert valid == [True] + [node < len(expected) for node in range(4)], (row, expected)
         assert tokens[1 : 1 + len(expected)] == expected, row
         lengths.add(len(expected))
+
     assert lengths == {0, 1, 2, 3, 4}, "a comparison of drafts of one length would show little"
 
 

@@ -62,12 +62,15 @@ def test_each_request_has_the_tokens_that_it_has_alone(way: str, shipped: e3.Loa
         else {"drafter": e3.load_drafter(target=shipped), "num_speculative_tokens": 3}
     )
     decoder = e3.SpeculativeDecoder(shipped, rounds_per_check=2, **options)
+
     requests = requests_of(decoder)
     engine = Engine(decoder, slots=3, capacity=128)
+
     programs = (loops.prefill, loops.step, rows_of_engine.insert, rows_of_engine.ended_copies)
     before = [program._cache_size() for program in programs]
     expected = [alone(decoder, request) for request in requests]
     assert engine.run(requests) == expected
+
     compiled = [program._cache_size() for program in programs]
     assert compiled[1] == before[1] + 1
     assert engine.run(requests[:5]) == expected[:5]
@@ -123,15 +126,19 @@ def test_a_family_takes_prompts_in_chunks(name: str) -> None:
 
 def test_chunks_leave_the_caches_of_one_piece(chain: e3.SpeculativeDecoder) -> None:
     """Of target and head: after chunks of 16 and of 7 of 50 tokens, in float32, with the first sampled tokens."""
+
     sampling = e3.SamplingParams(temperature=1.0)
     loop, prompts, _ = chain.batch(["import os\n" * 12, "x = 1"], 8, sampling, [1, 2], None)
     expected = loops.prefill(loop, chain.params, prompts, capacity=128)
+
     for size in (16, 7):
         state = loops.empty(loop, chain.params, prompts, capacity=128)
         while int((prompts.length - state.cache.length).max()) > 0:
             state = loops.extend(loop, chain.params, state, prompts.length, size=size)
+
         for field in ("tokens", "length", "finish"):
             np.testing.assert_array_equal(getattr(state, field), getattr(expected, field))
+
         for row, length in enumerate(prompts.length.tolist()):
             for caches in ((state.cache, expected.cache), (state.drafter, expected.drafter)):
                 ours, theirs = (leaves_of(cache, row, length - 1) for cache in caches)
@@ -157,6 +164,7 @@ def test_events_are_the_tokens_once_and_in_order(chain: e3.SpeculativeDecoder) -
     engine = Engine(decoder, slots=2, capacity=128, logprobs=2)
     requests = requests_of(decoder)[:4]
     ids = [engine.submit(request) for request in requests]
+
     events = events_of(engine)
     for request_id, request in zip(ids, requests, strict=True):
         own_events = [event for event in events if event.request_id == request_id]
@@ -166,6 +174,7 @@ def test_events_are_the_tokens_once_and_in_order(chain: e3.SpeculativeDecoder) -
         assert [event.finish_reason is e3.FinishReason.RUNNING for event in own_events] == [
             True
         ] * (len(own_events) - 1) + [False]
+
         scored = [score for event in own_events for score in event.logprobs or ()]
         options = {
             "max_new_tokens": request.max_new_tokens,
@@ -176,8 +185,10 @@ def test_events_are_the_tokens_once_and_in_order(chain: e3.SpeculativeDecoder) -
         assert [score.logprob for score in scored] == pytest.approx(
             [score.logprob for score in expected], abs=1e-4
         )
+
         stats = own_events[-1].stats
         assert stats is not None and int(stats.num_accepted_tokens) <= len(tokens)
+
     assert engine.totals == e3.SpeculationStats.merge(
         event.stats for event in events if event.output is not None
     )
@@ -189,19 +200,25 @@ def test_a_cancelled_request_frees_its_slot_and_leaves_the_others_alone(
     decoder = chain
     requests = requests_of(decoder)
     expected = [alone(decoder, request) for request in requests]
+
     engine = Engine(decoder, slots=2, capacity=128)
     ids = [engine.submit(request) for request in requests]
+
     engine.cancel(ids[4])  # it waits
     events = [event for _ in range(3) for event in engine.tick()]
+
     running = next(request_id for request_id in ids[1:] if request_id not in dict(ended(events)))
     assert any(event.request_id == running for event in events)
+
     engine.cancel(running)
     events += events_of(engine)
+
     outputs = dict(ended(events))
     remaining = [request_id for request_id in ids if request_id not in (ids[4], running)]
     assert [outputs[request_id] for request_id in remaining] == [
         expected[request_id] for request_id in remaining
     ]
+
     assert engine.free == 2
     completed = e3.SpeculationStats.merge(
         event.stats for event in events if event.output is not None
@@ -223,9 +240,11 @@ def test_ignored_stop_tokens_do_not_end_a_request(shipped: e3.LoadedTarget) -> N
         .generate("import", max_new_tokens=12)
         .tokens[0]
     )
+
     decoder = e3.SpeculativeDecoder(shipped, stop_tokens=(written[4],))
     prompt = decoder.target.encode("import")
     requests = [Request(prompt, 12, ignore_stop=True), Request(prompt, 12)]
+
     assert Engine(decoder, slots=2, capacity=64).run(requests) == [
         written,
         written[: written.index(written[4]) + 1],

@@ -88,6 +88,7 @@ class Schedule(RuleBasedStateMachine):
     def tick(self) -> None:
         waiting = self.waiting()
         num_staying = sum(request_id in self.open for request_id in self.running())
+
         for event in self.engine.tick():
             assert event.request_id in self.open, "an event after the end of its request"
             if not self.tokens[event.request_id]:
@@ -95,12 +96,15 @@ class Schedule(RuleBasedStateMachine):
                 assert len(event.tokens) == 1
             self.tokens[event.request_id] += event.tokens
             self.stats[event.request_id] = event.stats
+
             assert (event.output is None) == (event.finish_reason is e3.FinishReason.RUNNING)
             expected = self.expected[event.request_id]
             assert self.tokens[event.request_id] == expected[: len(self.tokens[event.request_id])]
+
             if event.output is not None:
                 assert event.output == self.tokens[event.request_id] == expected
                 self.open.remove(event.request_id)
+
         assert set(self.running()) <= set(self.open), "a slot that no request has any more"
         if waiting and num_staying < SLOTS and self.chunk is None:
             assert waiting[0] in self.begun, "a free slot while a request waits"

@@ -123,11 +123,13 @@ def round_trip(directory: Path, to: str, target: DecoderConfig, says: str | None
     """Converts a head to ``out`` next to it and reads the same again; with ``says`` it expects this error."""
     source = conversion.read_head(directory, target)
     out = directory.with_name("out")
+
     if says is not None:
         with pytest.raises(CheckpointError, match=says):
             conversion.convert(directory, out, to, target)
         assert not out.exists()
         return
+
     conversion.convert(directory, out, to, target)
     again = conversion.read_head(out, target)
     assert again.dialect == to
@@ -212,6 +214,7 @@ class StoredHead:
         keys = self.kv_heads * self.head_dim
         fed = fed or width
         shapes = {"q": (queries, fed), "k": (keys, fed), "v": (keys, fed), "o": (width, queries)}
+
         out = {f"{name}.{norm}.weight": draw(width, around=1) for norm in norms}
         out |= {
             f"{name}.self_attn.{key}_proj.weight": draw(*shape) for key, shape in shapes.items()
@@ -254,6 +257,7 @@ def write_llama(directory: Path, config: DecoderConfig = TARGET, seed: int = 0) 
         head_dim=mixer.head_dim,
         inner=config.layers[0].mlp.width,
     )
+
     tensors = {
         "model.embed_tokens.weight": draw(config.vocab_size, width),
         "model.norm.weight": draw(width, around=1),
@@ -310,25 +314,31 @@ class Head(StoredHead):
         draw = drawing(random, self.dtype)
         width = self.width
         chunks = len(self.aux)
+
         out = {
             "fc.weight": draw(width, chunks * self.target_width),
             "norm.weight": draw(width, around=1),
         }
+
         options: dict[str, Any] = {"bias": "qkvo" if self.bias else "", "qk_norm": self.qk_norm}
         out |= self.block_tensors(
             draw, "midlayer", norms=(*NORMS, "hidden_norm"), fed=2 * width, **options
         )
+
         for layer in range(1, self.layers):
             out |= self.block_tensors(draw, f"layers.{layer}", norms=NORMS, **options)
+
         if self.fc_norm:
             out |= {f"fc_norm.{i}.weight": draw(self.target_width, around=1) for i in range(chunks)}
         if self.norm_before_fc:
             out["input_norm.weight"] = draw(chunks * self.target_width, around=1)
+
         if self.own_embedding:
             out["embed_tokens.weight"] = draw(self.vocab, width)
         out["lm_head.weight"] = draw(self.draft_vocab, width)
         if self.draft_vocab < self.vocab:
             out |= draft_vocabulary(random, self.vocab, self.draft_vocab)
+
         return out
 
     def config(self) -> dict[str, Any]:
@@ -339,12 +349,15 @@ class Head(StoredHead):
             draft_vocab_size=self.draft_vocab,
             tie_word_embeddings=False,
         )
+
         flags = ("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc")
         values |= {flag: True for flag in flags if getattr(self, flag)}
+
         if self.head_dim * self.heads != self.width or self.qk_norm:
             values["head_dim"] = self.head_dim
         if self.theta != 10_000.0:
             values["rope_theta"] = self.theta
+
         if self.windows:
             values["layer_types"] = [
                 "sliding_attention" if window else "full_attention" for window in self.windows
@@ -353,18 +366,21 @@ class Head(StoredHead):
                 "sliding_window": max(window for window in self.windows if window),
                 "use_sliding_window": True,
             }
+
         if self.bias:
             values["attention_bias"] = True
         if self.own_embedding or self.target_width != self.width:
             values["target_hidden_size"] = self.target_width
         if self.aux != (2, 4, 5):
             values["eagle_aux_hidden_state_layer_ids"] = list(self.aux)
+
         return values
 
     def write(self, directory: Path, dialect: str = "eagle") -> Path:
         config = self.config()
         tensors = self.tensors()
         layered = {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
+
         if dialect == "sglang":
             config["architectures"] = ["LlamaForCausalLMEagle3"]
         elif dialect == "modelopt":
@@ -398,6 +414,7 @@ class Head(StoredHead):
                 "transformer_layer_config": config,
             }
             tensors = layered
+
         return write_checkpoint(directory, config, tensors)
 
 
@@ -437,20 +454,24 @@ class TorchLayers:
         torch = self.torch
         head = self.head
         count = x.shape[0]
+
         q, k, v = (
             self.linear(x, f"{name}.{key}_proj").view(count, -1, head.head_dim) for key in "qkv"
         )
         if f"{name}.q_norm" in self.w:
             q = self.rms(q, f"{name}.q_norm")
             k = self.rms(k, f"{name}.k_norm")
+
         repeat = head.heads // head.kv_heads
         q = self.turn(q)
         k = self.turn(k).repeat_interleave(repeat, 1)
         v = v.repeat_interleave(repeat, 1)
+
         score = torch.einsum("qhd,khd->hqk", q, k) / head.head_dim**0.5
         back = torch.arange(count)[:, None] - torch.arange(count)[None, :]
         score = score.masked_fill((back < 0) | (back >= (window or count)), -torch.inf)
         out = torch.einsum("hqk,khd->qhd", score.softmax(-1), v).reshape(count, -1)
+
         return self.linear(out, f"{name}.o_proj")
 
     def mlp(self, x: Any, name: str) -> Any:

@@ -196,30 +196,36 @@ def describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     heads = config["num_attention_heads"]
     width = config["hidden_size"]
     head_dim = config.get("head_dim")
+
     if kind not in _WINDOWED:
         config = config | {"sliding_window": None}
     if kind == "deepseek_v3":
         config = config | {"num_key_value_heads": 1}
     if kind == "phi3":
         config = config | {"sliding_window": config["sliding_window"] or 0}
+
     _add(writer, _FIELDS, config)
     if kind != "gemma2":  # its converter writes no base
         _add(writer, {"rope_theta": "rope_freq_base"}, full)
+
     if head_dim is not None and kind not in ("granite", "phi3", "deepseek_v3"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     if kind in ("llama", "mistral", "ministral3", "granite"):
         writer.add_vocab_size(config["vocab_size"])
         writer.add_rope_dimension_count(head_dim or width // heads)
+
     if full.get("rope_type") in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(full["rope_type"]))
         writer.add_rope_scaling_factor(full["factor"])
     if full.get("rope_type") == "yarn":
         _add(writer, _YARN, full)
+
     if "sliding_attention" in rope:
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
     if kind in ("cohere", "cohere2"):
         writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+
     if kind == "phi3":
         old = config["original_max_position_embeddings"]
         writer.add_rope_dimension_count(
@@ -229,13 +235,16 @@ def describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         if rope["rope_type"] == "longrope":
             extension = math.log(config["max_position_embeddings"] / old) / math.log(old)
             writer.add_rope_scaling_attn_factors(math.sqrt(1 + extension))
+
     if kind == "ministral3":
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+
     if kind in ("qwen3_moe", "gpt_oss", "deepseek_v3"):
         writer.add_expert_feed_forward_length(
             config.get("moe_intermediate_size") or config["intermediate_size"]
         )
+
     if kind == "deepseek_v3":
         writer.add_key_length(config["kv_lora_rank"] + config["qk_rope_head_dim"])
         writer.add_value_length(config["kv_lora_rank"])
@@ -263,13 +272,16 @@ def write(
     """Writes the Hugging Face checkpoint in a directory as a GGUF file; ``more`` writes a tokenizer."""
     config = json.loads((directory / "config.json").read_text())
     writer = gguf.GGUFWriter(path, ARCHITECTURES[config["model_type"]])
+
     describe(writer, config)
     writer.add_eos_token_id(config["eos_token_id"])
     writer.add_bos_token_id(config["bos_token_id"])
     more(writer)
+
     for name, value in translated(config, read(directory)):
         type = choose(name, value)
         writer.add_tensor(name, stored(value, type), raw_dtype=type)
+
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

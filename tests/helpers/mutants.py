@@ -70,9 +70,11 @@ def inject_bug(function: Callable, old: str, new: str) -> contextlib.AbstractCon
     assert source.count(old) == 1, (
         f"{old!r} is not (once) in {inner.__qualname__}; the mutant has gone stale"
     )
+
     scope = dict(inner.__globals__)
     code = "from __future__ import annotations\n" + source.replace(old, new)
     exec(compile(code, inner.__code__.co_filename, "exec"), scope)
+
     return replaced(
         function, lambda original, *arguments, **named: scope[inner.__name__](*arguments, **named)
     )

@@ -84,6 +84,7 @@ def driven(models: Any, text: str, **options: Any) -> list[list[int]]:
     decoder = e3.SpeculativeDecoder(*models, mesh=mesh_of(text), **options)
     state = decoder.prefill(PROMPTS, max_new_tokens=LIMITS)
     shardings = row_shardings(mesh_of(text), state)
+
     while state.running.any():
         for leaf, sharding in zip(*map(jax.tree.leaves, (state, shardings)), strict=True):
             assert leaf.size == 0 or leaf.sharding.is_equivalent_to(sharding, leaf.ndim), (
@@ -91,6 +92,7 @@ def driven(models: Any, text: str, **options: Any) -> list[list[int]]:
                 sharding,
             )
         state = decoder.step(state).state
+
     rows = zip(PROMPTS, state.tokens.tolist(), state.length.tolist(), strict=True)
     return [tokens[len(prompt) : length] for prompt, tokens, length in rows]
 
@@ -112,15 +114,19 @@ def moved(models: Any, text: str, sampling: Any = None, **options: Any) -> Mappi
     loop = loops.SpeculativeLoop(
         decoder.loop.target, decoder.loop.drafter, sampling_mode=sampling_mode
     )
+
     batch = tiny.prompts(PROMPTS, limit=20, width=16)
     state = jax.eval_shape(lambda params: loop.prefill(params, batch, 128), decoder.params)
     on_mesh = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     state = jax.tree.map(on_mesh, state, row_shardings(mesh, state))
+
     with jax.set_mesh(mesh):
         compiled = loops.step.lower(loop, decoder.params, state).compile()
+
     size_of = lambda shape: math.prod(map(int, filter(None, shape.split(","))))
     collectives = [(kind, size_of(shape)) for shape, kind in MOVES.findall(compiled.as_text())]
     keys = jax.tree.leaves(state.cache.layers[0])[0]
+
     return {
         "moves": collections.Counter(kind for kind, _ in collectives),
         "largest": max((size for _, size in collectives), default=0),
@@ -133,11 +139,13 @@ def prefilled(models: Any, text: str, rows_per_group: int) -> Mapping[str, Any]:
     jax.clear_caches()  # compiled programs do not depend on the limits that are set here
     mesh = mesh_of(text)
     fed = 192
+
     limits = (
         (rows_per_group * fed // mesh.shape["data"], 1)
         if rows_per_group < len(PROMPTS)
         else (10**9, 10**9)
     )
+
     with (
         mock.patch.object(groups, "TOKENS", limits[0]),
         mock.patch.object(attention, "_SCORES", limits[1]),
@@ -150,6 +158,7 @@ def prefilled(models: Any, text: str, rows_per_group: int) -> Mapping[str, Any]:
                 decoder.loop, decoder.params, batch, capacity=256
             ).compile()
             state = compiled(decoder.params, batch)
+
     moves = MOVES.findall(compiled.as_text())
     return {
         "moves": collections.Counter(kind for _, kind in moves),

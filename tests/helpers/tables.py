@@ -55,13 +55,16 @@ class TableTarget:
         """See :class:`eagle3_jax.types.TargetModel`."""
         block = jnp.stack([tokens, positions], axis=-1).astype(jnp.float32)[:, None]
         keys_values = KeyValue(block, block)
+
         seen_by = mask
         if cache is not None:
             (layer,) = cache.layers
             keys_values = layer.write(keys_values, cache.length)
             seen_by = cache_mask(mask, cache.length, layer.capacity)
+
         token = keys_values.keys[:, 0, :, 0]
         key_positions = keys_values.keys[:, 0, :, 1]
+
         row = jnp.zeros(tokens.shape, jnp.int32)
         for back in range(self.order):
             ancestors = (positions - back).astype(jnp.float32)
@@ -70,6 +73,7 @@ class TableTarget:
                 jnp.int32
             )
             row = row + seen * self.vocab_size**back
+
         final = params[jnp.clip(row, 0, params.shape[0] - 1)]
         features = (
             jnp.stack([final] * len(aux_layers), axis=2)

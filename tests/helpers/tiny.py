@@ -214,11 +214,13 @@ def dflash(
         "own_output": size < target.vocab_size,
         "block_size": 5,
     }
+
     loaded = _random_drafter(target, DFlashDrafter, DFlashConfig, topology, **{**fields, **options})
     if loaded.drafter.config.markov is not None:
         loaded.params["head"]["markov"]["before"] *= (
             200.0  # 0.01 as initialised: too faint to matter without training
         )
+
     return loaded
 
 
@@ -256,16 +258,19 @@ def _random_drafter(
         "max_positions": 512,
         **fields,
     }
+
     shape = config(**{name: value for name, value in fields.items() if value is not None})
     topology_option = {} if topology is None else {"topology": topology}
     method = drafter(
         shape, precision=target.model.precision, draft_sampling=draft_sampling, **topology_option
     )
+
     size = fields.get("draft_vocab_size", target.vocab_size)
     ids = None
     if ids_needed or size < target.vocab_size:
         chosen = np.random.default_rng(seed).permutation(target.vocab_size)[:size].astype(np.int32)
         ids = jnp.asarray(np.sort(chosen) if in_order else chosen)
+
     head = copied(_random_network(drafter, shape, target.model.precision, seed))
     return LoadedDrafter(
         method, method.assemble(head, target.model.tables(target.params), draft_to_target=ids)
@@ -367,9 +372,11 @@ def prompts(
     stop_tokens: tuple[int, ...] = (),
 ) -> Prompts:
     """Returns a ragged batch; ``limit`` counts new tokens."""
+
     length = np.array([len(row) for row in rows], np.int32)
     limits = length + np.asarray(limit, np.int32)
     stops = np.tile(np.array(stop_tokens, np.int32), (len(rows), 1))
+
     return Prompts(
         tokens=jnp.asarray(padded(rows, width)),
         length=jnp.asarray(length),

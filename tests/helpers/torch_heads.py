@@ -89,8 +89,10 @@ class MTP(FeedbackHead):
             "input_layernorm",
             "post_attention_layernorm",
         )
+
         out = {f"{name}.eh_proj.weight": draw(self.width, 2 * self.width)}
         out |= self.block_tensors(draw, name, norms=norms, bias=self.biased)
+
         if self.own_embedding:
             out[f"{name}.embed_tokens.weight"] = draw(self.vocab, self.width)
         if self.own_output:

@@ -70,11 +70,13 @@ def ours() -> tuple[Any, Any]:
     layer = GatedDeltaNet(
         MIXER, d_in=WIDTH, width=WIDTH, norm_eps=EPS, precision=FLOAT32, rngs=nnx.Rngs(0)
     )
+
     weights = {name: value.detach().numpy() for name, value in theirs().named_parameters()}
     flat = weights["conv1d.weight"].T
     keys = MIXER.num_key_heads * MIXER.key_dim
     heads = MIXER.num_key_heads
     parts = [part.reshape(4, 1, heads, -1) for part in np.split(flat, [keys, 2 * keys], axis=-1)]
+
     params = {
         "qkvz": {"kernel": weights["in_proj_qkvz.weight"].T},
         "ba": {"kernel": weights["in_proj_ba.weight"].T},
@@ -84,6 +86,7 @@ def ours() -> tuple[Any, Any]:
         "norm": {"scale": weights["norm.weight"]},
         "o": {"kernel": weights["out_proj.weight"].T},
     }
+
     graph, state = nnx.split(layer)
     nnx.replace_by_pure_dict(state, jax.tree.map(jnp.asarray, params))
     return graph, state
@@ -168,14 +171,18 @@ def test_a_committed_path_is_bit_for_bit_what_its_tokens_alone_leave() -> None:
     text = draw(0, BATCH, 9, WIDTH)
     nodes = draw(1, BATCH, 7, WIDTH)
     rows = np.arange(BATCH)[:, None]
+
     cache = after(text)
     more = draw(2, BATCH, 3, WIDTH)
+
     tree, written = run(nodes, ancestor_mask(jnp.asarray(PARENTS), 7), cache)
     of_tree = COMMIT(cache, (written,), jnp.asarray(COUNTS), jnp.asarray(PATHS))
     chain, written = run(nodes[rows, PATHS], causal_mask(4), cache)
     of_chain = COMMIT(cache, (written,), jnp.asarray(COUNTS))
+
     for row, count in enumerate(COUNTS):
         assert np.array_equal(tree[row, PATHS[row, :count]], chain[row, :count])
+
     assert same_bits(state_of(of_tree), state_of(of_chain))
     assert not np.array_equal(state_of(of_tree).state, state_of(cache).state)
     assert same_bits(
@@ -228,10 +235,12 @@ def test_a_row_of_which_nothing_stays_keeps_its_bits() -> None:
     cache = after(draw(0, BATCH, 9, WIDTH))
     nodes = draw(1, BATCH, 7, WIDTH)
     _, written = run(nodes, ancestor_mask(jnp.asarray(PARENTS), 7), cache)
+
     for count, path in (([0, 3], PATHS), ([0, 3], None)):
         moved = COMMIT(
             cache, (written,), jnp.asarray(count), None if path is None else jnp.asarray(path)
         )
+
         for leaf, before in zip(
             *map(jax.tree.leaves, (state_of(moved), state_of(cache))), strict=True
         ):

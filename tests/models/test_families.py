@@ -481,6 +481,7 @@ def test_a_target_that_its_family_cannot_say_is_not_written(tmp_path: Path, name
 
 def test_layers_of_two_windows_are_not_written_as_one(tmp_path: Path) -> None:
     source = conversion.read_target(write_llama(tmp_path / "target"))
+
     two = tuple(
         layer
         for window in (5, 7)
@@ -488,8 +489,10 @@ def test_layers_of_two_windows_are_not_written_as_one(tmp_path: Path) -> None:
             4, GroupedQuery(**LAYER, qkv_bias=True, window=window), GatedMLP(width=24)
         )
     )
+
     checkpoint = dataclasses.replace(
         source, family=FAMILIES["qwen2"], config=dataclasses.replace(source.config, layers=two)
     )
+
     with pytest.raises(CheckpointError, match=r"Qwen2 cannot express layers\[4\]\.mixer\.window 7"):
         conversion.write_target(checkpoint, tmp_path / "out")

@@ -80,12 +80,14 @@ def test_it_is_attention(shape: tuple[int, ...]) -> None:
     kv = KeyValue(
         random(1, batch, kv_heads, capacity, size), random(2, batch, kv_heads, capacity, width)
     )
+
     length = jnp.asarray(
         np.random.default_rng(0).integers(0, capacity - tokens + 1, batch), jnp.int32
     )
     trees = jnp.concatenate(
         [tree_mask(tokens), *[causal_mask(tokens)] * (batch - 1)]
     )  # one for each row
+
     for mask, kernel_mask in ((trees, trees), (trees[:1], trees[:1]), (causal_mask(tokens), None)):
         check_attention(
             queries, kv, (kernel_mask, cache_mask(mask, length, capacity)), length, tokens
@@ -230,15 +232,18 @@ def test_the_kernel_is_on_for_gpus_on_which_it_is_right(
     device = types.SimpleNamespace(
         platform=platform, device_kind="NVIDIA H200", compute_capability=capability
     )
+
     monkeypatch.setattr(jax, "devices", lambda: [device])
     monkeypatch.setattr(
         flash, "agrees_with_reference", lambda attend: agrees and attend is flash.flash_attention
     )
     assert flash.is_enabled() == is_enabled
+
     monkeypatch.setenv("EAGLE3_ATTENTION", "xla")
     assert not flash.is_enabled()
     with flash.enabled(True):
         assert not flash.is_enabled()
+
     monkeypatch.setenv("EAGLE3_ATTENTION", "cudnn")
     with pytest.raises(ValueError, match="EAGLE3_ATTENTION is 'cudnn'; expected xla"):
         flash.is_enabled()

@@ -143,6 +143,7 @@ def target_of(dtype: str, kind: str) -> e3.LoadedTarget:
     options: dict[str, Any] = {"rope": RopeConfig(theta=1e4)}
     if kind == "norms":
         options |= {"qk_norm": True, "qkv_bias": True, "window": 24, "softcap": 20.0}
+
     mixer = GroupedQuery(num_heads=heads[0], num_kv_heads=heads[1], head_dim=channels, **options)
     precision = PRECISIONS["float32" if dtype == "int8" else dtype]
     layers = uniform(2, mixer, GatedMLP(width=704 if kind == "pairs" else 160))
@@ -150,6 +151,7 @@ def target_of(dtype: str, kind: str) -> e3.LoadedTarget:
     target = tiny.target(
         61, width=width, layers=layers, tie_embeddings=kind == "pairs", precision=precision
     )
+
     return random_targets.in_eight_bits(target, "int8") if dtype == "int8" else target
 
 
@@ -197,18 +199,22 @@ def test_a_prompt_in_chunks_has_the_bits_of_the_whole(size: int) -> None:
     target = target_of("bfloat16", "norms")
     head = tiny.eagle3(target)
     decoder = e3.SpeculativeDecoder(target, head, num_speculative_tokens=3, invariant=True)
+
     texts = np.random.default_rng(1).integers(0, 61, 33).tolist()
     loop, prompts, rows = decoder.batch([texts, texts[:20]], 8, None, 0, None)
+
     unchunked = loops.prefill(loop, decoder.params, prompts, capacity=64)
     state = loops.empty(loop, decoder.params, prompts, capacity=64)
     length = jnp.array([len(row) for row in rows], jnp.int32)
     for _ in range(-(-33 // size)):
         state = loops.extend(loop, decoder.params, state, length, size=size)
+
     for ours, theirs in zip(
         jax.tree.leaves(state.cache.layers), jax.tree.leaves(unchunked.cache.layers), strict=True
     ):
         for row, end in enumerate((33, 20)):
             np.testing.assert_array_equal(ours[row, :, :end], theirs[row, :, :end])
+
     np.testing.assert_array_equal(state.tokens[:, :34], unchunked.tokens[:, :34])
 
 
@@ -258,6 +264,7 @@ def test_layers_whose_rows_depend_on_each_other_are_refused(
 def test_trees_meshes_and_fp8_are_refused() -> None:
     target = tiny.target()
     head = tiny.eagle3(target)
+
     with pytest.raises(ValueError, match="with a tree"):
         e3.SpeculativeDecoder(
             target, head, tree=e3.DynamicTree(num_nodes=4, max_depth=2, top_k=2), invariant=True
@@ -266,6 +273,7 @@ def test_trees_meshes_and_fp8_are_refused() -> None:
         e3.SpeculativeDecoder(target, mesh=e3.make_mesh("data=1"), invariant=True)
     with pytest.raises(ValueError, match="weights are fp8"):
         e3.SpeculativeDecoder(random_targets.in_eight_bits(target, "fp8"), invariant=True)
+
     model = target.model.invariant()
     cache = model.init_cache(1, 64)
     token = jnp.zeros((1, 1), jnp.int32)

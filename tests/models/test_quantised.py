@@ -36,6 +36,7 @@ def test_conversion_writes_what_it_stands_for_in_bfloat16(tmp_path: Path) -> Non
     stored, dense = written(tmp_path, "fp8")
     conversion.convert(stored, tmp_path / "native", "jax")
     conversion.convert(stored, tmp_path / "back", "vllm")
+
     expected = read_tensors(dense)
     for name, value in read_tensors(tmp_path / "back").items():
         expected_value = (
@@ -43,6 +44,7 @@ def test_conversion_writes_what_it_stands_for_in_bfloat16(tmp_path: Path) -> Non
         )
         assert value.dtype == expected_value.dtype, name
         assert value.tobytes() == expected_value.tobytes(), name
+
     native, back = (conversion.read_target(tmp_path / name) for name in ("native", "back"))
     assert same_params(native.params, back.params)
     assert native.quantisation is None
@@ -128,15 +130,18 @@ def test_stacked_experts_of_fbgemm_have_a_scale_for_every_output(tmp_path: Path)
     random = np.random.default_rng(0)
     width = 8
     inner = 12
+
     names = {"gate_up_proj": (3, width, 2 * inner), "down_proj": (3, inner, width)}
     stored = {}
     dense = {}
+
     for name, shape in names.items():
         name = f"model.layers.0.feed_forward.experts.{name}"
         new, dense[name] = RECIPES["fbgemm"].quantise(
             name, random.normal(0, 1, shape).astype(np.float32)
         )
         stored |= new
+
     write_checkpoint(tmp_path, {"quantization_config": RECIPES["fbgemm"].config}, stored)
     ours = read(tmp_path)
     for name, value in dense.items():
@@ -192,6 +197,7 @@ def test_weights_that_are_not_read_are_refused(tmp_path: Path, name: str) -> Non
     fields, message = OF_WEIGHTS[name]
     path = written(tmp_path, "int8")[0]
     config = RECIPES["int8"].config
+
     edit_config(
         path,
         quantization_config={
@@ -200,6 +206,7 @@ def test_weights_that_are_not_read_are_refused(tmp_path: Path, name: str) -> Non
         },
     )
     refused(conversion.read_target, path, message)
+
     both = {"one": {"weights": _WEIGHTS}, "two": {"weights": {**_WEIGHTS, **fields}}}
     edit_config(path, quantization_config={**config, "config_groups": both})
     refused(conversion.read_target, path, "the groups one, two differ in their weights")

@@ -115,9 +115,11 @@ def test_sampled_texts_have_the_changed_distribution(name: str, drafter: str) ->
     head = test_sampling_distribution.DRAFTERS[drafter]()
     target = with_processors(TARGET, *CASES[name][0])
     loop, params = tiny.bind(target, head, sampling_mode=SamplingMode.TEMPERATURE)
+
     rows = [prompt for prompt in PROMPTS for _ in range(2048)]
     batch = tiny.prompts(rows, limit=HORIZON, sampling=SamplingParams(temperature=1.0))
     outcome = loops.generate(loop, params, batch.replace(keys=row_keys(5, len(rows))), capacity=24)
+
     texts = [tuple(row) for row in tiny.outputs(outcome, batch)]
     for index, prompt in enumerate(PROMPTS):
         counts = Counter(texts[index * 2048 : (index + 1) * 2048])
@@ -125,6 +127,7 @@ def test_sampled_texts_have_the_changed_distribution(name: str, drafter: str) ->
             counts, exact_distribution(name, tuple(prompt))
         )
         assert p_value > test_sampling_distribution.ALPHA, f"{name}, {drafter}, {prompt}: {report}"
+
     assert drafter == "plain decoding" or int(outcome.stats.num_accepted_tokens.sum()) > 0
 
 
@@ -249,12 +252,15 @@ def test_greedy_texts_with_a_draft_are_those_without(drafter: Any) -> None:
     target = with_processors(
         tiny.target(13), Penalty(repetition=1.3, frequency=0.4, prompt=True), LogitBias({4: -9.0})
     )
+
     tree = DynamicTree(num_nodes=9, max_depth=3, top_k=3)
     head = tiny.eagle3(tiny.target(13), tree) if drafter == "tree" else drafter
     prompts = [[1, 2, 3], [4], [5, 6, 5, 6, 5]]
+
     plain = SpeculativeDecoder(target, Plain()).generate(prompts, max_new_tokens=40)
     drafted = SpeculativeDecoder(target, head).generate(prompts, max_new_tokens=40)
     assert plain.tokens == drafted.tokens
     assert drafted.stats.num_accepted_tokens > 0
+
     unchanged = SpeculativeDecoder(tiny.target(13)).generate(prompts, max_new_tokens=40)
     assert plain.tokens != unchanged.tokens

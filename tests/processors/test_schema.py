@@ -41,6 +41,7 @@ def target() -> e3.LoadedTarget:
         ",Ġ",
         "<e>",
     ]
+
     tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, []))
     tokenizer.decoder = decoders.ByteLevel()
     return dataclasses.replace(
@@ -88,18 +89,22 @@ class Automaton:
         """Returns a random text, which takes the shortest way to the end after some tokens."""
         state = 0
         spelled = b""
+
         for step in itertools.count():
             after = self.table[state]
             allowed = np.flatnonzero(after >= 0)
             if step >= STEPS:
                 allowed = allowed[self.distance[after[allowed]] < self.distance[state]]
+
             # First the next state, then the token: otherwise a string would hardly ever end.
             chosen = rng.choice(np.unique(after[allowed]))
             token = int(rng.choice(allowed[after[allowed] == chosen]))
+
             if token == STOP:
                 return spelled.decode()
             spelled = spelled + SPELLED[token]
             state = chosen
+
         raise AssertionError
 
 
@@ -277,6 +282,7 @@ def test_white_space_is_that_of_json() -> None:
     assert automaton.accepts("[\t1\r,\n\n1 ]")
     assert not automaton.accepts("[1]")
     assert not any(automaton.accepts(f"[{space}1 ]") for space in ("\x0b", "\xa0", "\n\n\n"))
+
     for whitespace, message in (
         ("x?", "matches 'x'"),
         (".*", "matches"),
