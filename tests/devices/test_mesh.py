@@ -1,4 +1,4 @@
-"""A mesh of devices gives the same tokens with few collectives; errors of a wrong mesh are one line."""
+"""A mesh of devices gives the same tokens with few collectives, and refuses in one line."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_eight_devices_write_what_one_writes(results: dict[str, Any]) -> None:
 
 
 def test_a_step_adds_twice_a_layer_and_moves_nothing_large(results: dict[str, Any]) -> None:
-    """The target has two layers; the head's layer runs for two levels and once for the accepted tokens."""
+    """The target has two layers; the head's runs for two levels and once for accepted tokens."""
 
     steps = results["steps"]
     layers = 2 * (2 + 2 + 1)
@@ -87,14 +87,14 @@ def test_a_step_adds_twice_a_layer_and_moves_nothing_large(results: dict[str, An
 
 
 def test_a_prefill_in_parts_moves_what_a_prefill_moves(results: dict[str, Any]) -> None:
-    """Groups of four rows, one of each device of the data axis after the other: rows stay where they are."""
+    """Groups of four rows, one of each device of the data axis in turn: rows stay in place."""
     at_once, parts = results["prefills"]
     assert at_once == parts
     assert parts.keys() == {"all-reduce"}
 
 
 def test_two_processes_print_what_one_prints(tmp_path: Path, cli: Any) -> None:
-    """The two key heads of the bundled pair are divided over two devices in each of two processes."""
+    """Two devices in each of two processes divide the two key heads of the bundled pair."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(
         "".join(json.dumps({"prompt": text}) + "\n" for text in ("def f(x):\n", "class Stack:\n"))
@@ -189,7 +189,7 @@ def test_what_is_shared_stays_one_array() -> None:
 
 
 def test_the_host_holds_one_array_at_a_time(tmp_path: Path) -> None:
-    """Tracemalloc counts the arrays of numpy; arrays of JAX are counted only if they share numpy's memory."""
+    """Tracemalloc counts numpy's arrays, and those of JAX only if they share numpy's memory."""
     layers = uniform(
         12, GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=64), GatedMLP(width=512)
     )

@@ -43,7 +43,10 @@ def logits_after(model: LoadedTarget, texts: list[list[int]]) -> np.ndarray:
 def rounds_of(
     target: LoadedTarget, drafter: LoadedDrafter
 ) -> list[tuple[list[list[int]], np.ndarray, np.ndarray]]:
-    """Returns for each round: the rows' texts (empty once a row has ended), their drafts, and accepted counts."""
+    """Returns the texts of the rows, their drafts and accepted counts for each round.
+
+    The text of a row that has ended is empty.
+    """
 
     loop, params = tiny.bind(target, drafter)
     state = loops.prefill(loop, params, tiny.prompts(PROMPTS, limit=20), capacity=64)

@@ -1,4 +1,4 @@
-"""EAGLE-1 heads and MTP modules: their drafts, reading and writing their files, and errors of wrong files."""
+"""EAGLE-1 heads and MTP modules: drafts, reading and writing files, errors of wrong files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ HEADS: dict[str, Eagle1 | MTP] = {
     "name", [name for name in HEADS if not re.search("bias|target|rope", name)]
 )
 def test_a_head_drafts_as_its_torch_twin_round_after_round(name: str) -> None:
-    """Logits of the first pairs, and the chain of every round: accepted, refused and never drafted tokens in between.
+    """Logits of the first pairs, and the chain of every round.
+
+    In between, tokens are accepted, refused and never drafted.
 
     The twin computes everything anew each time, so a guess that stayed in the cache, a position
     that is off or a state that was fed back and not replaced by the true one would show in the
@@ -148,7 +150,7 @@ def test_a_module_is_written_for_mimo_with_biases_of_zeros(tmp_path: Path, name:
 
 
 def test_a_mimo_module_keeps_its_biases_and_its_order(tmp_path: Path) -> None:
-    """DeepSeek's order survives a round trip through MiMo's, and MiMo's own file is written unchanged."""
+    """DeepSeek's order survives a round trip through MiMo's, whose file is written unchanged."""
     qwen2 = MTP(qkv_bias=True, own_embedding=True, own_output=True)
     directory = write_checkpoint(
         tmp_path / "head", qwen2.config() | {"model_type": "qwen2"}, qwen2.tensors()

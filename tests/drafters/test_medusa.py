@@ -50,7 +50,10 @@ def test_the_network_is_that_of_its_independent_torch_twin(layers: int, bias: bo
 def read_off(
     head: dict, shared: bool, ids: np.ndarray, text: list[int], paths: list[tuple[int, ...]]
 ) -> list[int]:
-    """Returns the tokens of a tree after a text that ends with the root: one forward pass of the target, then numpy."""
+    """Returns the tokens of a tree after a text that ends with the root.
+
+    One forward pass of the target, then numpy.
+    """
 
     known = jnp.zeros((1, 48), jnp.int32).at[0, : len(text)].set(jnp.array(text))
     hidden = np.asarray(tiny.forward(TARGET.model, TARGET.params, known)[1][0, len(text) - 2])

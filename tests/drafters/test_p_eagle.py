@@ -1,4 +1,4 @@
-"""P-EAGLE heads: drafts compared with a torch twin that runs everything in one forward, and their files."""
+"""P-EAGLE heads: their files, and drafts against a torch twin that runs one forward pass."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_drafts_are_those_of_one_forward_over_context_and_masks(name: str) -> No
     masks = [np.tile(mask_hidden(head).reshape(1, len(head.aux), -1), (depth - 1, 1, 1))]
 
     def one_forward(row: int, known: int) -> np.ndarray:
-        """Returns ``[K V]``, the draft distributions after ``known`` features and the token after them."""
+        """Returns the draft distributions ``[K V]`` after ``known`` features and their tokens."""
         text = tokens[row, 1 : known + 1].tolist()
         ids = torch.tensor(text + [MASK_TOKEN] * (depth - 1))
         stream = network.fuse(np.concatenate([features[row, :known], *masks]))

@@ -14,7 +14,10 @@ pytestmark = pytest.mark.core
 
 
 def continued(text: list[int], drafter: Suffix) -> list[int]:
-    """Returns the continuation of the suffix with the largest expected number of accepted tokens; ties: the longest."""
+    """Returns the continuation with the largest expected number of accepted tokens.
+
+    Of equals, that of the longest suffix.
+    """
     best = 0.0
     drafted = []
 

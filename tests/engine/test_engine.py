@@ -1,4 +1,7 @@
-"""The engine gives each request the tokens that it has alone, with fewer rows than requests and without compiling."""
+"""The engine gives each request the tokens that it has alone.
+
+With fewer rows than requests, and without compiling.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +128,10 @@ def test_a_family_takes_prompts_in_chunks(name: str) -> None:
 
 
 def test_chunks_leave_the_caches_of_one_piece(chain: e3.SpeculativeDecoder) -> None:
-    """Of target and head: after chunks of 16 and of 7 of 50 tokens, in float32, with the first sampled tokens."""
+    """Of target and head, after chunks of 16 and of 7 of 50 tokens, in float32.
+
+    The first sampled tokens are equal too.
+    """
 
     sampling = e3.SamplingParams(temperature=1.0)
     loop, prompts, _ = chain.batch(["import os\n" * 12, "x = 1"], 8, sampling, [1, 2], None)

@@ -1,4 +1,7 @@
-"""Whatever the order of submissions, cancellations and rounds: every request is answered once, in order, and fairly."""
+"""Every request is answered once, in order and fairly.
+
+Whatever the order of submissions, cancellations and rounds.
+"""
 
 from __future__ import annotations
 

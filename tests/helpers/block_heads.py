@@ -14,7 +14,7 @@ from scipy.special import expit, softmax
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockHead(StoredHead):
-    """The options of a block drafter; the defaults are those of a DFlash head as z-lab stores it."""
+    """The options of a block drafter, by default those of a DFlash head as z-lab stores it."""
 
     target_width: int = 32
     draft_vocab: int = 61
@@ -80,7 +80,7 @@ class BlockHead(StoredHead):
         return out
 
     def config(self, dialect: str = "vllm") -> dict[str, Any]:
-        """Returns the fields that z-lab (DFlash), DeepSeek (DSpark) or speculators write, and no others."""
+        """Returns exactly the fields that z-lab, DeepSeek (DSpark) or speculators write."""
         sizes = self.geometry(
             model_type="qwen3",
             head_dim=self.head_dim,
@@ -129,7 +129,7 @@ class BlockHead(StoredHead):
 
 
 class Block(NamedTuple):
-    """The results of a block: hidden states ``[K D]`` of the rows that predict, and base logits ``[K W]``."""
+    """A block: hidden states ``[K D]`` of rows that predict, and base logits ``[K W]``."""
 
     hidden: np.ndarray
     logits: np.ndarray
@@ -151,7 +151,7 @@ def run_block(
     root: int,
     count: int,
 ) -> Block:
-    """Runs a block of ``count`` predictions after ``features [n A Dt]`` of the tokens before the root."""
+    """Runs ``count`` predictions after ``features [n A Dt]`` of tokens before the root."""
     w = weights(head)
     eps = 1e-5
     known = len(features)
@@ -209,7 +209,7 @@ def run_block(
 def biased(
     head: BlockHead, block: Block, root: int, tokens: list[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Logits ``[K W]`` and confidences ``[K]`` of a chain of target ids, each given those before it."""
+    """Logits ``[K W]`` and confidences ``[K]`` of a chain of target ids, each after its prefix."""
     w = weights(head)
     before = [root, *tokens][: len(block.logits)]
     logits = []

@@ -57,7 +57,7 @@ def write_checkpoint(
 
 
 def refused(read: Callable[[Path], Any], path: Path, says: str) -> None:
-    """Checks that reading a file raises one printable line within two seconds, and leaves the directory unchanged."""
+    """Checks that reading a file raises one printable line in two seconds and writes nothing."""
     before = sorted(path.rglob("*")) if path.is_dir() else []
     begun = time.process_time()
     with pytest.raises(CheckpointError, match=says) as refusal:
@@ -84,7 +84,7 @@ def edit_tensors(directory: Path, **changes: np.ndarray | None) -> None:
 
 
 def edited(directory: Path, fields: dict[str, Any], tensors: dict[str, np.ndarray | None]) -> Path:
-    """Sets fields and tensors of a checkpoint, and returns its directory; ``None`` removes a field or a tensor."""
+    """Sets fields and tensors of a checkpoint, or removes them (``None``); returns its path."""
     edit_config(directory, **fields)
     edit_tensors(directory, **tensors)
     return directory
@@ -120,7 +120,7 @@ def same_head(first: Any, second: Any) -> bool:
 
 
 def round_trip(directory: Path, to: str, target: DecoderConfig, says: str | None = None) -> None:
-    """Converts a head to ``out`` next to it and reads the same again; with ``says`` it expects this error."""
+    """Converts a head to ``out`` next to it and reads it again; ``says`` expects this error."""
     source = conversion.read_head(directory, target)
     out = directory.with_name("out")
 
@@ -286,7 +286,7 @@ def loaded_head(
     topology: Topology | None = None,
     draft_sampling: DraftSampling | None = None,
 ) -> tuple[Any, Any]:
-    """Returns the drafter for :func:`loaded_target` that is loaded from files, and its parameters."""
+    """Returns the drafter for :func:`loaded_target` from these files, and its parameters."""
     with tempfile.TemporaryDirectory() as folder:
         loaded = load_drafter(write(Path(folder)), target=loaded_target())
     return loaded.drafter.with_topology(topology, draft_sampling), loaded.params
@@ -425,7 +425,7 @@ class Drafted:
 
 
 class TorchLayers:
-    """The parts of a block in PyTorch, independent of the library; they have no cache and run whole sequences."""
+    """The parts of a block in PyTorch, without a cache: they run complete sequences."""
 
     def __init__(self, head: Any, weights: dict[str, Any]):
         import torch
@@ -515,7 +515,7 @@ class TorchHead(TorchLayers):
         return self.linear(self.rms(flat, "input_norm") if self.head.norm_before_fc else flat, "fc")
 
     def run(self, tokens: Any, stream: Any) -> Any:
-        """Runs the layers on a sequence from position 0; each row sees itself and the rows before it."""
+        """Runs the layers on a sequence from position 0; rows see themselves and earlier ones."""
         first, *others = self.head.windows or (None,) * self.head.layers
         normed = self.rms(stream, "layers.0.hidden_norm")
         both = self.torch.cat(
@@ -542,7 +542,9 @@ def draft_greedily(
     chosen: Any = None,
     feed_back: Callable[[Any], Any] = lambda output: output,
 ) -> Drafted:
-    """Returns logits at every true pair and a greedy chain after the last, recomputed from the start at each step.
+    """Returns logits at every true pair, and a greedy chain after the last.
+
+    The chain is recomputed from the start at each step.
 
     Args:
         run: The network, from target ids and a stream of states, from position 0 on, to outputs.
@@ -571,7 +573,10 @@ def draft_greedily(
 def torch_draft(
     head: Head, embedding: np.ndarray, features: np.ndarray, tokens: np.ndarray, depth: int
 ) -> Drafted:
-    """Drafts with an EAGLE-3 head after ``features [T A Dt]`` at positions 0..T-1 and the ``tokens`` after them."""
+    """Drafts with an EAGLE-3 head after ``features [T A Dt]`` and the ``tokens`` after them.
+
+    The features are those of positions 0 to T-1.
+    """
     network = TorchHead(head, embedding)
     options = {"feed_back": lambda output: network.rms(output, "norm")} if head.norm_output else {}
     stream = network.fuse(features)

@@ -1,4 +1,6 @@
-"""GGUF files written from Hugging Face checkpoints as llama.cpp's converter writes them, with its own names of tensors.
+"""GGUF files written from Hugging Face checkpoints as llama.cpp's converter writes them.
+
+Names of tensors are its own.
 
 The transformations are those of llama.cpp's ``conversion`` package; the names come from the package
 ``gguf``.
@@ -55,7 +57,10 @@ _IN_FLOAT32 = (
 
 
 def everywhere(matrix_type: Type) -> Choose:
-    """Chooses a type for matrices whose rows are complete blocks, float16 for other matrices, otherwise float32."""
+    """Chooses a type for matrices whose rows are complete blocks.
+
+    Other matrices are float16, everything else is float32.
+    """
     return functools.partial(_chosen, matrix_type)
 
 
@@ -79,7 +84,7 @@ def permuted(value: np.ndarray, heads: int) -> np.ndarray:
 
 
 def translated(config: dict[str, Any], tensors: Tensors) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the tensors of a Hugging Face checkpoint by llama.cpp's names, in its order of axes and rows."""
+    """Yields the tensors by llama.cpp's names, in its order of axes and rows."""
     architecture = ARCHITECTURES[config["model_type"]]
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     layers = config["num_hidden_layers"]
@@ -127,7 +132,7 @@ def translated(config: dict[str, Any], tensors: Tensors) -> Iterator[tuple[str, 
 
 
 def rotations(config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the tensors of rotary embeddings; the frequencies of Llama 3.1 are those of transformers."""
+    """Yields the tensors of rotary embeddings; Llama 3.1's frequencies are transformers' own."""
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "llama3":
         from transformers import LlamaConfig
@@ -269,7 +274,7 @@ def write(
     choose: Choose = everywhere(Type.F32),
     more: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
 ) -> Path:
-    """Writes the Hugging Face checkpoint in a directory as a GGUF file; ``more`` writes a tokenizer."""
+    """Writes a Hugging Face checkpoint as a GGUF file; ``more`` writes a tokenizer."""
     config = json.loads((directory / "config.json").read_text())
     writer = gguf.GGUFWriter(path, ARCHITECTURES[config["model_type"]])
 

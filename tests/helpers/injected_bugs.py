@@ -54,7 +54,7 @@ propose_from_table = tables.TableDrafter.propose
 
 
 def caught_by(check: Callable, *default: Any, **options: Any) -> Callable[..., Mutant]:
-    """Returns a function that makes a mutant for this check, from a function, a bug and arguments of the check."""
+    """Returns what makes a mutant for this check from a function, a bug and its arguments."""
     return lambda function, bug, *args: Mutant(
         function, bug, check, args or default, tuple(options.items())
     )
@@ -395,7 +395,7 @@ def leave_tokens_in_place(observe, self, params, state, seen):
 
 
 def keep_accepted_drafts(observe, self, params, state, seen):
-    """Commits states that the head computed from its own guesses; only the prompt is read from the target."""
+    """Commits states of the head's own guesses; only the prompt is read from the target."""
 
     def stale(fuse, head, features):
         fused = fuse(head, features)

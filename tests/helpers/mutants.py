@@ -81,7 +81,7 @@ def inject_bug(function: Callable, old: str, new: str) -> contextlib.AbstractCon
 
 
 def during(inner: Callable, bug: Callable) -> Callable:
-    """Returns a bug of an outer function: while it runs or is traced, ``bug`` replaces an inner function."""
+    """Returns a bug of an outer function: ``bug`` replaces an inner one while it runs."""
 
     def outer(original: Callable, *arguments: Any, **named: Any) -> Any:
         with swapped(inner, bug):
@@ -113,7 +113,7 @@ class Mutant:
         return replaced(self.function, self.bug)
 
     def run_without_bug(self) -> None:
-        """Runs the check without the bug, once for all bugs: a check that always fails would catch everything."""
+        """Runs the check once without a bug: a check that always fails would catch everything."""
         key = self.check, self.args, self.options
         if key not in _PASSED:
             self.run()

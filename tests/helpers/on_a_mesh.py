@@ -1,4 +1,4 @@
-"""Runs generations on a mesh of eight devices in a separate process; prints one JSON object for ``test_mesh.py``.
+"""Runs generations on a mesh of eight devices, and prints a JSON object for ``test_mesh.py``.
 
 In float32, and with seeds at which no two logits nearly tie: a product that is summed on several
 devices differs in its last bits from the same one on one device.
@@ -48,7 +48,7 @@ MOVES = re.compile(
 
 
 def pair(**options: Any) -> tuple[LoadedTarget, LoadedDrafter]:
-    """Returns a pair with eight key heads, one for each device; four devices divide the vocabulary, eight do not."""
+    """Returns a pair with eight key heads; four devices divide its vocabulary, eight do not."""
     layers = stack(LAYERS)
     target = tiny.target(60, layers=layers, **options)
     return target, tiny.eagle3(target, draft_vocab_size=32, layers=stack(1))
@@ -80,7 +80,7 @@ def streamed(models: Any, text: str, row: int, **options: Any) -> list[int]:
 
 
 def driven(models: Any, text: str, **options: Any) -> list[list[int]]:
-    """Generates round by round, and checks the sharding of every leaf of the state in each round."""
+    """Generates round by round, and checks the sharding of every leaf of the state."""
     decoder = e3.SpeculativeDecoder(*models, mesh=mesh_of(text), **options)
     state = decoder.prefill(PROMPTS, max_new_tokens=LIMITS)
     shardings = row_shardings(mesh_of(text), state)
@@ -107,7 +107,7 @@ def pooled(models: Any, text: str, **options: Any) -> list[list[int]]:
 
 
 def moved(models: Any, text: str, sampling: Any = None, **options: Any) -> Mapping[str, Any]:
-    """Returns the collectives of a compiled step, the size of the largest, and that of a layer's keys on a device."""
+    """Returns the collectives of a step, the largest, and a layer's keys on a device."""
     mesh = mesh_of(text)
     sampling_mode = SamplingMode.GREEDY if sampling is None else SamplingMode.TRUNCATED
     decoder = e3.SpeculativeDecoder(*models, mesh=mesh, **options)
@@ -135,7 +135,10 @@ def moved(models: Any, text: str, sampling: Any = None, **options: Any) -> Mappi
 
 
 def prefilled(models: Any, text: str, rows_per_group: int) -> Mapping[str, Any]:
-    """Returns the collectives and the tokens of a prefill of ``rows_per_group`` rows and 64 queries at a time."""
+    """Returns collectives and tokens of a prefill of ``rows_per_group`` rows at a time.
+
+    Queries are processed 64 at a time.
+    """
     jax.clear_caches()  # compiled programs do not depend on the limits that are set here
     mesh = mesh_of(text)
     fed = 192

@@ -1,4 +1,4 @@
-"""The expected results, written as plainly as possible: pure Python, loops, no cache, no code of the library."""
+"""The expected results as plain Python: loops, no cache, no code of the library."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def residual(p: Sequence[Fraction], q: Sequence[Fraction]) -> list[Fraction]:
 
 
 def cells(tree: Tree, p: Sequence[Sequence[Fraction]]) -> Iterator[Cell]:
-    """Yields every decision of the published rule on a draft, with the exact uniforms that lead to it."""
+    """Yields every decision of the published rule, with the exact uniforms that lead to it."""
 
     def visit(
         node: int, current: int, want: Sequence[Fraction], mass: Fraction, box: dict
@@ -75,7 +75,10 @@ def cells(tree: Tree, p: Sequence[Sequence[Fraction]]) -> Iterator[Cell]:
 def block_survivals(
     tree: Tree, p: Sequence[Sequence[Fraction]]
 ) -> tuple[list[Fraction], list[Fraction]]:
-    """Returns ``P_i`` and ``h_i`` (root: 1) of a chain that ends before its padding (Sun et al., 2024, algorithm 2)."""
+    """Returns ``P_i`` and ``h_i`` (root: 1) of a chain that ends before its padding.
+
+    Algorithm 2 of Sun et al., 2024.
+    """
     length = tree.valid.index(False) - 1 if False in tree.valid else len(tree.tokens) - 1
     survival = [Fraction(1)]
     passes = [Fraction(1)]
@@ -96,7 +99,10 @@ def block_survivals(
 
 
 def block_cells(tree: Tree, p: Sequence[Sequence[Fraction]]) -> Iterator[Cell]:
-    """Yields cells as :func:`cells` does, by block verification: all tests run, and the last that passes counts."""
+    """Yields cells as :func:`cells` does, by block verification.
+
+    All tests run, and the last that passes counts.
+    """
     survival, passes = block_survivals(tree, p)
     last = len(passes) - 1
 
@@ -127,7 +133,10 @@ def block_cells(tree: Tree, p: Sequence[Sequence[Fraction]]) -> Iterator[Cell]:
 def autoregressive_distribution(
     p: Callable[[tuple[int, ...]], Sequence], horizon: int, stops: Sequence[int] = ()
 ) -> TextDistribution:
-    """Returns the distribution of the target's own texts: ``p(x1) p(x2 | x1) ...`` to a stop token or the horizon."""
+    """Returns the distribution of the target's texts, to a stop token or the horizon.
+
+    It is ``p(x1) p(x2 | x1) ...``.
+    """
     distribution: TextDistribution = {(): 1}
 
     for _ in range(horizon):
@@ -147,7 +156,7 @@ def autoregressive_distribution(
 def distribution_of_rounds(
     rounds: Callable[[tuple[int, ...]], TextDistribution], horizon: int, stops: Sequence[int] = ()
 ) -> TextDistribution:
-    """Returns the distribution of texts written round by round, each cut at a stop token or the horizon."""
+    """Returns the distribution of texts of rounds, each cut at a stop token or the horizon."""
     distribution: Counter = Counter()
 
     def finished(prefix: tuple[int, ...]) -> bool:
@@ -184,7 +193,7 @@ def children(parents: Sequence[int], node: int) -> list[int]:
 def posterior_greedy(
     tokens: Sequence[int], parents: Sequence[int], target_tokens: Sequence[int]
 ) -> tuple[list[int], int]:
-    """EAGLE's greedy ``evaluate_posterior``: one row per leaf, the first row with the longest matching prefix."""
+    """EAGLE's greedy ``evaluate_posterior``: the first leaf's row with the longest match."""
     best: list[int] = []
     for leaf in range(len(tokens)):
         if children(parents, leaf):

@@ -1,4 +1,4 @@
-"""Quantised checkpoints, written by hand from a dense one, and the dense weights that each represents."""
+"""Quantised checkpoints, written by hand from a dense one, and the weights they represent."""
 
 from __future__ import annotations
 
@@ -150,7 +150,10 @@ def _packed(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.n
 
 
 def mxfp4(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Stores experts ``[E, in, out]`` in blocks of 32 inputs, the first of two values in the low half of a byte."""
+    """Stores experts ``[E, in, out]`` in blocks of 32 inputs, two values in a byte.
+
+    The first is in the low half.
+    """
     groups = np.swapaxes(weights, 1, 2).reshape(weights.shape[0], weights.shape[2], -1, 32)
     exponent = np.floor(np.log2(np.abs(groups).max(-1))) - 2
     scaled = groups / np.exp2(exponent)[..., None]
@@ -225,7 +228,7 @@ RECIPES = {
 
 
 def quantise(source: Path, directory: Path, recipe: Recipe) -> dict[str, np.ndarray]:
-    """Writes a checkpoint with quantised linear layers and experts; returns the weights that it represents."""
+    """Writes a checkpoint with quantised layers and experts; returns what it represents."""
     values = json.loads((source / "config.json").read_text())
     stored: dict[str, np.ndarray] = {}
     dense: dict[str, np.ndarray] = {}

@@ -1,4 +1,4 @@
-"""Random targets of every family, as a ``config.json`` describes them, without transformers or PyTorch."""
+"""Random targets of every family, built from a ``config.json`` without transformers."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Recurrent:
 
 @dataclasses.dataclass(frozen=True)
 class RecurrentTarget:
-    """Embedding, attention with absolute positions, a gated recurrence, a norm, the embedding again."""
+    """Embedding, attention with absolute positions, a gated recurrence, a norm, the embedding."""
 
     vocab_size: int = 13  #: ``V``.
     width: int = 8  #: ``D``, of everything.
@@ -125,7 +125,7 @@ class RecurrentTarget:
         mask: Bool[Array, "B T T"],
         start: Float[Array, "B K M"],
     ) -> Float[Array, "B T+1 K M"]:
-        """Returns the states before the block and after each node: the parent's decayed state plus an update."""
+        """Returns the states before the block and after each node: decayed, plus an update."""
         size = x.shape[1]
         others = mask & ~jnp.eye(size, dtype=bool)
         parents = jnp.max(

@@ -1,4 +1,4 @@
-"""A target and a drafter that are tables: the next token's distribution is known exactly, and a token is very cheap.
+"""A target and a drafter that are tables: exact distributions, and very cheap tokens.
 
 The target reads its context through the cache, the mask and the positions that the loop gives it,
 so a wrong slot, a wrong ancestor or a wrong position gives it another context, and the distribution
@@ -26,9 +26,9 @@ from eagle3_jax.types import Draft, DraftSampling, Observation, SamplingParams, 
 
 @dataclasses.dataclass(frozen=True)
 class TableTarget:
-    """The next token depends on the last ``order`` tokens; its parameters are the logits, ``[V^order V]``.
+    """The next token depends on the last ``order`` tokens, by a table of logits.
 
-    A context is the number whose digits in base ``V`` are its tokens, the newest one last; what
+    The table ``[V^order V]`` is its parameters. A context is the number whose digits in base ``V`` are its tokens, the newest one last; what
     stood before the text counts as token 0.
     """
 
@@ -96,9 +96,9 @@ class Window:
 
 @dataclasses.dataclass(frozen=True)
 class TableDrafter(ShapedDrafter):
-    """Drafts with the library's own growth from a table ``[V^order W]`` of logits over ``W`` draft ids.
+    """Drafts with the library's own growth from a table of logits.
 
-    Its parameters are the table and the target id of each draft id.
+    Its parameters are the table ``[V^order W]`` over ``W`` draft ids, and the target id of each.
     """
 
     vocab_size: int  #: ``V``.

@@ -83,7 +83,7 @@ random_target = target  # for functions with a parameter `target`
 
 @functools.cache
 def _random_params(model: DecoderTarget, seed: int) -> Any:
-    """Initialises a model once: tests build the same models many times, and each compilation takes a second."""
+    """Initialises a model once: tests build the same models often, and compiling takes long."""
     return model.init(jax.random.key(seed))
 
 
@@ -94,7 +94,7 @@ def _random_network(kind: Any, config: Any, precision: Precision, seed: int) -> 
 
 @functools.partial(jax.jit, static_argnums=0)
 def forward(model: Any, params: Any, tokens: Int[Array, "B T"]) -> tuple[Array, Array]:
-    """Returns logits and final states of texts, by one causal forward pass: no cache, no block, no drafter."""
+    """Returns logits and final states of texts, by one causal pass without a cache."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     final = model(params, tokens, positions, causal_mask(tokens.shape[1])).final
     return model.unembed(params, final), final
@@ -103,7 +103,7 @@ def forward(model: Any, params: Any, tokens: Int[Array, "B T"]) -> tuple[Array, 
 def in_blocks(
     model: DecoderTarget, params: Any, texts: np.ndarray, *, prompt: int, size: int, capacity: int
 ) -> tuple[np.ndarray, Cache]:
-    """Returns the logits after a prompt, ``size`` tokens of every text at a time, and the cache of ``capacity`` slots.
+    """Returns the logits after a prompt, ``size`` tokens of every text at a time, and the cache.
 
     The last block is left out if it is not full.
     """
@@ -141,7 +141,7 @@ def copied(params: Any) -> Any:
 def eagle3(
     target: LoadedTarget, topology: Topology = Chain(3), *, num_layers: int = 1, **options: Any
 ) -> LoadedDrafter:
-    """Returns a random EAGLE-3 head. Its draft ids are a random subset of the target's, in ascending order."""
+    """Returns a random EAGLE-3 head; its draft ids are random, in ascending order."""
     return _of_features(
         target, Eagle3Drafter, Eagle3Config, topology, **{"layers": layers(num_layers), **options}
     )
@@ -203,7 +203,7 @@ def dflash(
     draft_vocab_size: int | None = None,
     **options: Any,
 ) -> LoadedDrafter:
-    """Returns a random block drafter of one layer; its blocks have four tokens and the one before them."""
+    """Returns a random block drafter of one layer, whose blocks draft four tokens."""
     size = draft_vocab_size or target.vocab_size
     fields = {
         "layers": layers(1, qk_norm=True),
@@ -251,7 +251,7 @@ def _random_drafter(
     in_order: bool = True,
     **fields: Any,
 ) -> LoadedDrafter:
-    """Returns a random drafter that shares the target's tables; a field that is ``None`` is left out."""
+    """Returns a random drafter that shares the target's tables; ``None`` leaves a field out."""
     fields = {
         "vocab_size": target.vocab_size,
         "width": target.model.config.width,
@@ -285,7 +285,7 @@ def draft_model(
     draft_sampling: DraftSampling = DraftSampling.GREEDY,
     **options: Any,
 ) -> LoadedDrafter:
-    """Returns a random model of one layer that drafts for a target, with the options of :func:`target`."""
+    """Returns a random draft model of one layer, with the options of :func:`target`."""
     small = random_target(
         target.vocab_size,
         seed=seed,
@@ -342,7 +342,10 @@ def next_draft(
 def ragged_rounds(
     tokens: np.ndarray, features: np.ndarray, counts: Sequence[Sequence[int]]
 ) -> Iterator[tuple[np.ndarray, Observation]]:
-    """Shows texts ``[B S]`` in pieces of ``counts`` tokens: yields the known tokens after each, and an observation."""
+    """Shows texts ``[B S]`` in pieces of ``counts`` tokens.
+
+    Yields the known tokens after each piece, and an observation.
+    """
     known = np.zeros(len(tokens), int)
     rows = np.arange(len(tokens))
     longest = max(map(max, counts))
@@ -405,7 +408,7 @@ def check_same_text(
     max_new_tokens: Any,
     **options: Any,
 ) -> GenerationResult:
-    """Checks that the greedy text with a drafter is that without one, and returns the result with the drafter."""
+    """Checks that drafts leave the greedy text as it is; returns the result with drafts."""
     plain, drafted = (
         SpeculativeDecoder(target, stop_tokens=(), **arguments).generate(
             prompts, max_new_tokens=max_new_tokens
@@ -442,7 +445,7 @@ def golden_trace(name: str) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Sampled(FixedTree):
-    """Samples every node from a table ``[V V]`` of ``q(. | parent's token)``, its parameters, and declares it.
+    """Samples every node from a table ``[V V]`` of ``q(. | parent's token)``, and declares it.
 
     The released drafters draw siblings without replacement, so this one alone takes independent
     ones through the loop.
@@ -465,7 +468,10 @@ class Sampled(FixedTree):
 
 @dataclasses.dataclass(frozen=True)
 class Scripted(FixedTree):
-    """Proposes the next tokens of its parameters ``[B S]``, plus ``shift``: perfect at 0, never right at 1."""
+    """Proposes the next tokens of its parameters ``[B S]``, plus ``shift``.
+
+    It is perfect at 0 and never right at 1.
+    """
 
     parents: tuple[int, ...] = chain_parents(4)
     shift: int = 0
@@ -482,7 +488,7 @@ class Scripted(FixedTree):
 
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
-    """Switches off the shape checks of this test suite, which would raise before the library's own checks."""
+    """Switches off the suite's shape checks, which raise before the library's own."""
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
         yield
@@ -491,7 +497,7 @@ def unchecked() -> Iterator[None]:
 
 
 def known(tree: Any) -> Any:
-    """Returns a state with zeros in the slots after the committed ones, whose content has no meaning."""
+    """Returns a state with zeros behind the committed slots, where content has no meaning."""
 
     def clean(leaf: Any) -> Any:
         if not isinstance(leaf, Cache):

@@ -105,7 +105,7 @@ class MTP(FeedbackHead):
 
 
 def network(head: Eagle1 | MTP, w: dict[str, Any]) -> Any:
-    """Returns a function that runs a head over a whole sequence of embedded tokens and states from position 0."""
+    """Returns a function that runs a head over embedded tokens and states from position 0."""
     import torch
 
     layers = TorchLayers(head, w)

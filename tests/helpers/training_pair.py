@@ -32,7 +32,7 @@ class Pair(NamedTuple):
 
 
 def random_pair() -> Pair:
-    """Returns a random target and head with grouped queries, and with different widths wherever possible."""
+    """Returns a random target and head with grouped queries, and unlike widths if possible."""
     mixer = GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=6)
     config = DecoderConfig(vocab_size=VOCAB, width=16, layers=uniform(2, mixer, GatedMLP(width=24)))
 

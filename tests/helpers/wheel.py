@@ -119,7 +119,7 @@ def check_contents(wheel: Path, sdist: Path) -> None:
 
 
 def check_alone(fresh: Environment) -> None:
-    """Generates, inspects, plans and converts without any extra; errors name the extra that is missing."""
+    """Generates, inspects, plans and converts without extras; errors name the missing one."""
     fresh.works("python", "-c", IMPORT_ALL)
     # A user's own module of that name, in the directory that Python looks into first.
     (fresh.work / "conversion.py").write_text("raise ImportError('this is not the library')")

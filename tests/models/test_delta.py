@@ -1,4 +1,4 @@
-"""The gated delta net against that of transformers, for texts, blocks and trees, and the state after a commit."""
+"""The gated delta net against transformers' on texts, blocks and trees, and its commits."""
 
 from __future__ import annotations
 
@@ -192,7 +192,10 @@ def test_a_committed_path_is_bit_for_bit_what_its_tokens_alone_leave() -> None:
 
 @pytest.mark.parametrize("size", [(2, 2, 2, 8, 4), (1, 4, 6, 64, 32), (3, 1, 3, 16, 16)], ids=str)
 def test_a_node_computes_the_bits_of_a_token_alone(size: tuple[int, ...]) -> None:
-    """Compares a tree with single tokens, after the projections, whose sums may depend on the number of rows."""
+    """Compares a tree with single tokens, behind the projections.
+
+    The sums of projections may depend on the number of rows.
+    """
     batch, heads, group, dk, dv = size
     mixer = GatedDelta(num_key_heads=heads, num_value_heads=heads * group, key_dim=dk, value_dim=dv)
     layer = GatedDeltaNet(mixer, d_in=8, width=8, norm_eps=EPS, precision=FLOAT32, rngs=nnx.Rngs(1))
@@ -251,7 +254,7 @@ def test_a_row_of_which_nothing_stays_keeps_its_bits() -> None:
 @pytest.mark.torch
 @pytest.mark.parametrize("size", [9, 100])
 def test_padding_leaves_no_trace(size: int) -> None:
-    """Rows of different lengths, also shorter than the window, with different padding after them."""
+    """Rows of different lengths, also shorter than the window, with different padding."""
     x = draw(0, BATCH, size, WIDTH)
     length = np.array([size - 2, 2])
     cache = after(x, length)

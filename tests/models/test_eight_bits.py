@@ -1,4 +1,4 @@
-"""Weights in FP8 and int8: drafts change nothing, drafters have the weights of their target, meshes divide scales."""
+"""Weights in FP8 and int8: unchanged by drafts, shared with drafters, divided by meshes."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def test_every_form_is_the_sum_written_out(
 
 
 def test_few_and_many_tokens_take_other_forms_and_get_the_same() -> None:
-    """Programs for accelerators take a form by the number of tokens: two tokens choose at most six of eight experts."""
+    """Accelerators take a form by the number of tokens: two choose at most six of eight experts."""
     config = SOFTMAX
     stack = stack_of(SOFTMAX)
 
@@ -205,7 +205,7 @@ def test_weights_of_nothing_but_zeros_are_zeros() -> None:
     "precision", [FLOAT32, MIXED, BFLOAT16], ids=lambda precision: precision.name
 )
 def test_a_token_chooses_the_same_alone_and_among_others(precision: Precision) -> None:
-    """The choice is equal bit for bit, at a width where sums of blocks differ in their last bits."""
+    """The choice is equal bit for bit, where sums of blocks differ in their last bits."""
     x = jnp.asarray(draw(15, 60, 2048)).astype(precision.activations)
     kernel = jnp.asarray(draw(16, 2048, 128))
     run = jax.jit(lambda x: router_logits(x, kernel, None, SOFTMAX, precision))

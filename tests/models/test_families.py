@@ -1,4 +1,4 @@
-"""Every family of targets: results of transformers, round trips of files, and drafts of any head."""
+"""Every family of targets: results of transformers, round trips of files, any head's drafts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ FEW = ("llama", "gpt_oss", "deepseek_v3", "qwen3_5_text")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Returns a function from a recipe to the directory of its model, in the layout of transformers."""
+    """Returns a function from a recipe to the directory of its model, as transformers writes."""
     root = tmp_path_factory.mktemp("families")
 
     def of(name: str) -> Path:
@@ -77,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Texts take most of the time. One family for each kind of layer is enough beyond the logits."""
+    """Texts are slow: one family for each kind of layer is enough beyond the logits."""
     if metafunc.function is test_greedy_text_is_that_of_transformers_plain_and_behind_any_draft:
         parametrize(metafunc, RECIPES | WRAPPED, FEW)
 

@@ -1,4 +1,4 @@
-"""The attention kernel for GPUs, interpreted with JAX's own operations, against attention by XLA."""
+"""The attention kernel for GPUs, interpreted with JAX's operations, against XLA."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def random(seed: int, *shape: int, dtype=jnp.float32) -> jax.Array:
 
 
 def tree_mask(tokens: int) -> jax.Array:
-    """Returns the mask of a random tree: every token sees itself, an earlier token and its ancestors."""
+    """Returns the mask of a random tree: a token sees itself, an earlier one, its ancestors."""
     rng = np.random.default_rng(tokens)
     mask = np.eye(tokens, dtype=bool)
     for token in range(1, tokens):
@@ -60,7 +60,7 @@ def check_attention(
     size: int,
     scoring: Scoring = Scoring(),
 ) -> None:
-    """Compares with attention under the last of the masks; with the others the kernel has to give the same."""
+    """Compares with attention under the last mask; with the others the kernel gives the same."""
     expected = attention(queries, (Segment(kv, masks[-1]),), (), scoring)
     options = {
         "scale": scoring.factor(queries.shape[-1]),
@@ -119,7 +119,7 @@ def test_scales_caps_sinks_and_windows(scoring: Scoring, span: Span) -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_token_has_the_same_bits_wherever_its_block_begins(dtype) -> None:
-    """Compares tokens 102 to 105 in a block from 100 and in one from 102 that has garbage after its end."""
+    """Compares tokens 102 to 105 in a block from 100 and in one with garbage after its end."""
     queries = random(0, 1, 6, 8, 16, dtype=dtype)
     kv = KeyValue(*(random(seed, 1, 2, 256, 16, dtype=dtype) for seed in (1, 2)))
     garbage = KeyValue(*(buffer.at[:, :, 106:].set(1e4) for buffer in kv))

@@ -84,7 +84,10 @@ def test_a_rotated_kernel_is_nearest_to_the_rotated_matrix(inputs: int, is_table
 
 
 def test_a_rotation_keeps_the_precision_of_rows_with_one_large_value() -> None:
-    """Without a rotation the large activation takes the bits of the others: the error is over three times larger."""
+    """Without a rotation the large activation takes the others' bits.
+
+    The error is over three times larger.
+    """
     random = np.random.default_rng(0)
     inputs = 128
     outputs = 64
@@ -106,7 +109,7 @@ def test_a_rotation_keeps_the_precision_of_rows_with_one_large_value() -> None:
 
 
 def test_values_and_scales_of_a_published_file_are_kept_bit_for_bit(tmp_path: Path) -> None:
-    """W8A8 of compressed-tensors is not rotated, as in other engines; tensors that are dense in the file stay dense."""
+    """W8A8 of compressed-tensors is not rotated, and tensors dense in the file stay dense."""
     stored, _ = written(tmp_path, "int8")
     target = e3.load_target(stored, weights="int8")
     tensors = read_tensors(stored)
@@ -170,7 +173,10 @@ def test_a_tied_table_gives_the_logits_of_its_transpose(precision: Any, rows: in
 
 
 def test_one_row_of_a_tied_table_converts_no_table_on_cpus() -> None:
-    """In mixed precision XLA converted the table to float32 in every step, which took ten times the product's time."""
+    """In mixed precision XLA converted the table to float32 in every step.
+
+    That took ten times as long as the product.
+    """
     table = jax.ShapeDtypeStruct((512, 64), jnp.bfloat16)
     row = jax.ShapeDtypeStruct((1, 1, 64), jnp.float32)
     program = (
@@ -189,7 +195,7 @@ def test_one_row_of_a_tied_table_converts_no_table_on_cpus() -> None:
 def test_logits_have_the_same_bits_alone_in_blocks_and_in_batches(
     rows: int, size: int, capacity: int
 ) -> None:
-    """On CPUs, one different bit would change a rounding of activations, and logits would be off by a tenth.
+    """On CPUs one different bit would change a rounding, and logits would be off by a tenth.
 
     The number of attention scores crosses 4,096 at other sizes for each capacity: there XLA changes
     its exponentials.

@@ -1,4 +1,4 @@
-"""Invariant decoding: a token's bits depend on nothing but the tokens before it; its kernels against references."""
+"""Invariant decoding: a token's bits depend on earlier tokens only; its kernels are checked."""
 
 from __future__ import annotations
 
@@ -133,7 +133,9 @@ def test_a_query_has_the_same_bits_in_any_block_batch_and_cache() -> None:
 
 
 def target_of(dtype: str, kind: str) -> e3.LoadedTarget:
-    """A random target, which without invariance has other bits in blocks or batches: seen for each of the cases below.
+    """A random target that has other bits in blocks or batches without invariance.
+
+    This was seen for each of the cases below.
 
     XLA has other kernels for one query head of a key head, and in bfloat16 for two; roundings to
     bfloat16 hide most of it in small layers.
@@ -158,7 +160,10 @@ def target_of(dtype: str, kind: str) -> e3.LoadedTarget:
 def bits_of(
     target: e3.LoadedTarget, model: DecoderTarget, texts: np.ndarray, *, size: int, capacity: int
 ) -> list[np.ndarray]:
-    """Logits of the last tokens of every text, ``size`` tokens at a time after a prompt; then all keys and values."""
+    """Logits of the last tokens of every text, and all keys and values.
+
+    ``size`` tokens at a time, after a prompt.
+    """
     logits, cache = tiny.in_blocks(
         model, target.params, texts, prompt=PROMPT, size=size, capacity=capacity
     )
@@ -179,7 +184,10 @@ def bits_of(
     ],
 )
 def test_bits_do_not_depend_on_blocks_batches_and_caches(dtype: str, kind: str) -> None:
-    """Logits, keys and values of one token at a time are those in blocks, in batches and in larger caches."""
+    """One token at a time has the bits of blocks, of batches and of larger caches.
+
+    In logits, keys and values.
+    """
     target = target_of(dtype, kind)
     model = target.model.invariant(target.weights)
     texts = np.random.default_rng(0).integers(0, 61, (8, PROMPT + NEW)).astype(np.int32)

@@ -108,7 +108,7 @@ def laid_out(
 
 
 def random_inputs(fed: int = FED, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns inputs, positions of ragged rows and a random mask under which every token sees itself."""
+    """Returns inputs, ragged positions and a random mask: every token sees itself."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(BATCH, fed, WIDTH)).astype(np.float32)
     positions = rng.integers(0, 40, (BATCH, fed)).astype(np.int32)

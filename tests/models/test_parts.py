@@ -1,4 +1,4 @@
-"""Small parts that differ between families and that logits in float32 (`test_families.py`) do not show."""
+"""Parts in which families differ, but not in the float32 logits of `test_families.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantised checkpoints are read as the weights that they represent; contradictory files raise an error."""
+"""Quantised checkpoints are read as what they represent; contradictory files are errors."""
 
 from __future__ import annotations
 

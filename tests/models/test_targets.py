@@ -1,4 +1,4 @@
-"""Files of a target in every layout; a field that is not computed is unsupported and raises an error.
+"""Files of a target in every layout; a field that is not computed raises an error.
 
 `test_families.py` compares what is computed with transformers.
 """

@@ -1,4 +1,4 @@
-"""Automata of regular expressions, against Python's `re`, and outputs of a decoder that follow them."""
+"""Automata of regular expressions against Python's `re`, and outputs that follow them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ SCHEMA = {
 
 
 def small(*, stop_tokens: tuple[int, ...] = (3, 6)) -> e3.LoadedTarget:
-    """Returns a target of eight tokens: a, b, ab, a stop token, the two bytes of é, a stop token, one without text."""
+    """Returns a target of eight tokens.
+
+    They are a, b, ab, a stop token, the two bytes of é, another stop token, and one without text.
+    """
     words = ["a", "b", "ab", "<e>", "Ã", "©", "<f>"]  # as a byte-level tokenizer spells bytes
     tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, []))
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""Logits processors: the distribution of sampled texts against a closed form written with lists and dictionaries."""
+"""Logits processors: sampled texts have the distribution of a closed form in plain Python."""
 
 from __future__ import annotations
 

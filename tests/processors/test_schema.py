@@ -1,4 +1,4 @@
-"""JSON schemas: random texts of the compiled automata against the package jsonschema, and errors of schemas."""
+"""JSON schemas: random texts of automata against the package jsonschema, and refusals."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ STOP = TARGET.stop_tokens[0]
 
 @dataclasses.dataclass
 class Automaton:
-    """The dense table of a compiled schema, and the least number of tokens from each state to the end."""
+    """A compiled schema's dense table, and each state's least number of tokens to the end."""
 
     table: np.ndarray
     distance: np.ndarray

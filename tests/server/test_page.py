@@ -1,4 +1,4 @@
-"""The page of the server: two lanes that write what `generate` writes, true probabilities, and a browser."""
+"""The server's page: two lanes with the text of `generate`, probabilities, and a browser."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ LONGEST = 48
 
 @functools.cache
 def forward() -> Any:
-    """Returns a compiled forward pass of the target over padded texts: no cache, no block, no drafter."""
+    """Returns a compiled forward pass of the target over padded texts, without a cache."""
     target = decoder().target
     return jax.jit(lambda tokens: tiny.forward(target.model, target.params, tokens)[0])
 

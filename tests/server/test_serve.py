@@ -68,7 +68,7 @@ def url() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[str]:
-    """One slot, no queue, greedy only, no log-probabilities, and a target without tokenizer and chat template."""
+    """One slot, no queue, greedy only, no log-probabilities, no tokenizer, no chat template."""
     options = {
         "slots": 1,
         "capacity": 400,
@@ -368,7 +368,7 @@ def test_the_page_names_the_metrics_that_exist(url: str) -> None:
 
 
 def leave(url: str, body: Answer) -> None:
-    """Sends a request, and closes the connection when it runs; of a stream, after the first bytes of the answer."""
+    """Sends a request, and leaves when it runs; a stream after the first bytes of the answer."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
     connection.request("POST", "/v1/completions", json.dumps(body))
     if body["stream"]:
@@ -695,7 +695,7 @@ def test_a_failing_engine_fails_its_requests_and_ends_the_server(
 
 @contextlib.contextmanager
 def serving_command(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Yields a process of the command with a small target, and its host and port, when it is ready."""
+    """Yields a process of the command with a small target, and its address when ready."""
     (folder / "mine.py").write_text(
         "import tiny\n\ndef target(argument, *, dtype):\n    return tiny.target(13)\n"
     )

@@ -1,4 +1,4 @@
-"""The library's contract of drafters: every method keeps it, and each of its checks finds a broken drafter.
+"""The contract of drafters: every method keeps it, and each check finds a broken drafter.
 
 A new method is one more row of ``ALL_DRAFTERS``.
 """
@@ -332,7 +332,7 @@ def test_a_right_distribution_without_accepted_drafts_is_not_a_pass() -> None:
 
 
 def with_unsafe_node(draft, fields):
-    """Returns a draft with an unsafe node 1; node 2, its sibling, is a point mass that the target may accept."""
+    """Returns a draft with an unsafe node 1, whose sibling, a point mass, may be accepted."""
     parents = draft.parents.at[:, 2].set(0)
     return with_field(parents=lambda _: parents, **fields)(draft)
 

@@ -1,4 +1,4 @@
-"""The library's contract of targets: every family keeps it, and each of its checks finds a broken target.
+"""The contract of targets: every family keeps it, and each check finds a broken target.
 
 A new family is one more recipe in ``families.py``.
 """
@@ -114,7 +114,7 @@ def replaced(**members: Any) -> LoadedTarget:
 def answering(
     change: Callable[[Array], Array] = lambda final: final, **changes: Callable[[dict], Any]
 ) -> LoadedTarget:
-    """Returns a recurrent target that runs with changed arguments, or returns changed final states."""
+    """Returns a recurrent target that runs with changed arguments or returns changed states."""
 
     def call(self, params, tokens, positions, mask, cache=None, aux_layers=(), length=None):
         arguments = {"tokens": tokens, "positions": positions, "mask": mask, "cache": cache}
@@ -276,7 +276,7 @@ def recurrent_decoder(name: str) -> SpeculativeDecoder:
 
 @pytest.mark.parametrize("name", DRAFTS)
 def test_a_recurrence_writes_its_own_text_with(name: str) -> None:
-    """States that cannot be rolled back: ragged prompts, ragged limits, rows that leave, drafts refused half-way."""
+    """States that cannot be rolled back: ragged prompts and limits, drafts refused half-way."""
     result = recurrent_decoder(name).generate(PROMPTS, max_new_tokens=LIMITS)
     assert (
         result.tokens
@@ -290,7 +290,10 @@ def test_a_recurrence_writes_its_own_text_with(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["a table's chain", "a table's tree"])
 def test_rounds_by_hand_leave_the_state_of_the_text(name: str) -> None:
-    """After every round the recurrent state is, to rounding, that of a fresh prefill of the text without its root."""
+    """After each round the state is, to rounding, that of a prefill of the text so far.
+
+    The text is that without its root.
+    """
     positions = jnp.broadcast_to(jnp.arange(24, dtype=jnp.int32), (3, 24))
     model = RECURRENT.model
 

@@ -1,4 +1,4 @@
-"""Block verification: its exact output distribution by enumeration, its gain, and where it equals the token rule."""
+"""Block verification: its exact distribution, its gain, and where it is the token rule."""
 
 from __future__ import annotations
 
@@ -82,7 +82,9 @@ def test_blocks_have_exactly_the_autoregressive_distribution_with(name: str) -> 
 
 
 def mean_accepted(p: Distribution, q: Distribution, length: int, rule: str) -> Fraction:
-    """Returns the mean number of draft tokens accepted in the first round, ``Σ_i Pr(τ >= i)``, in closed form.
+    """Returns the mean number of draft tokens accepted in the first round, in closed form.
+
+    It is ``Σ_i Pr(τ >= i)``.
 
     Token ``i`` is reached and accepted with mass ``Π min(p, q)`` by the token rule, and with
     ``q(d_1..d_i) P_i`` by the block rule.
@@ -106,7 +108,7 @@ def mean_accepted(p: Distribution, q: Distribution, length: int, rule: str) -> F
 
 
 def test_blocks_accept_more_on_average_and_never_less() -> None:
-    """For random pairs with three tokens, the published rules accept 0.89 and 0.93 of two drafted tokens."""
+    """For random pairs of three tokens the published rules accept 0.89 and 0.93 of two drafted."""
     rng = random.Random(0)
     means = {"token": [], "block": []}
 

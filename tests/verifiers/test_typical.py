@@ -26,7 +26,7 @@ TREES = {
 def path_by_path(
     tree: StaticTree, tokens, valid, logits, temperature, epsilon, delta
 ) -> tuple[list[int], int]:
-    """Applies section 2.3.1 of the paper: of all paths the longest accepted prefix wins, then the likeliest."""
+    """Applies section 2.3.1: the longest accepted prefix of all paths, then the likeliest."""
     node_of = {path: node for node, path in enumerate(tree.paths, 1)} | {(): 0}
     best: tuple[int, float, list[int]] = (0, 0.0, [])
 
@@ -52,7 +52,7 @@ def path_by_path(
 
 
 def drafts(tree: StaticTree, rows: int, seed: int) -> tuple[Draft, np.ndarray]:
-    """Returns trees with distinct siblings and some padding, and logits of very different entropies."""
+    """Returns trees with distinct siblings, some padding, and logits of unlike entropies."""
     rng = np.random.default_rng(seed)
     tokens = np.zeros((rows, tree.num_nodes), np.int32)
 
