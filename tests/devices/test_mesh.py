@@ -68,8 +68,7 @@ def test_a_step_adds_twice_a_layer_and_moves_nothing_large(results: dict[str, An
         )
         assert step["largest"] < step["keys"], name
 
-    # The largest logit and the lowest id that has it, of three drafted tokens and of the
-    # verification.
+    # The largest logit and the lowest id that has it: of three drafted tokens, of the verification.
     assert steps["chain"]["moves"] == {"all-reduce": layers + 2 * 4}
 
     # In addition: the sums of two levels of draft probabilities. A greedy verification looks for
@@ -77,8 +76,7 @@ def test_a_step_adds_twice_a_layer_and_moves_nothing_large(results: dict[str, An
     assert steps["tree"]["moves"]["all-reduce"] == layers + 2 + 2
     assert steps["tree, sampled"]["moves"]["all-reduce"] == layers + 2
 
-    # Every lookup in a table that is divided is one more: two levels, what was accepted, the
-    # target's own.
+    # Every lookup in a divided table is one more: of two levels, of accepted tokens, of the target.
     assert steps["chain, tied"]["moves"]["all-reduce"] == layers + 2 * 4 + 4
 
     # Rows do not need each other.
@@ -101,15 +99,8 @@ def test_two_processes_print_what_one_prints(tmp_path: Path, cli: Any) -> None:
     )
 
     command = [
-        "generate",
-        "--prompts",
-        prompts,
-        "--json",
-        "--batch-size",
-        "2",
-        "--max-new-tokens",
-        "8",
-    ]
+        "generate", "--prompts", prompts, "--json", "--batch-size", "2", "--max-new-tokens", "8",
+    ]  # fmt: skip
     code, single_process, _ = cli(
         *command, "--trace", tmp_path / "alone.json", "--compilation-cache", "none"
     )
@@ -122,13 +113,9 @@ def test_two_processes_print_what_one_prints(tmp_path: Path, cli: Any) -> None:
     processes = []
     for index in range(2):
         options = [
-            "--mesh",
-            "model=2,data=2",
-            "--trace",
-            tmp_path / f"{index}.json",
-            "--compilation-cache",
-            "none",
-        ]
+            "--mesh", "model=2,data=2", "--trace", tmp_path / f"{index}.json",
+            "--compilation-cache", "none",
+        ]  # fmt: skip
         options += ["--distributed", f"coordinator=127.0.0.1:{port},processes=2,process={index}"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         arguments = [sys.executable, "-m", "eagle3_jax", *map(str, [*command, *options])]

@@ -32,9 +32,8 @@ TREE = StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0)))
 
 def logits_after(model: LoadedTarget, texts: list[list[int]]) -> np.ndarray:
     """Returns ``[texts V]``: the logits after each text, without a cache."""
-    padded = tiny.padded(
-        [*texts, *[[]] * (32 - len(texts))], 48
-    )  # one program for any number of texts
+    # One program for any number of texts.
+    padded = tiny.padded([*texts, *[[]] * (32 - len(texts))], 48)
     last = [len(text) - 1 for text in texts]
     logits, _ = tiny.forward(model.model, model.params, jnp.array(padded))
     return np.asarray(logits)[range(len(texts)), last]

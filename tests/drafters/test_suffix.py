@@ -26,8 +26,7 @@ def continued(text: list[int], drafter: Suffix) -> list[int]:
             end for end in range(size, len(text)) if text[end - size : end] == text[-size:]
         ]
 
-        # The longest common suffix first, then the latest: where counts are equal, the first has
-        # its way.
+        # The longest common suffix first, then the latest: of equal counts the first decides.
         occurrences.sort(key=lambda end: (-common(text, end, drafter.max_suffix), -end))
 
         total = len(occurrences)
@@ -41,9 +40,8 @@ def continued(text: list[int], drafter: Suffix) -> list[int]:
             if not following:
                 break
 
-            token, count = max(
-                Counter(following).items(), key=lambda item: item[1]
-            )  # the first met, of equals
+            # Of equals, the first that was met.
+            token, count = max(Counter(following).items(), key=lambda item: item[1])
             if count / total < drafter.min_probability:
                 break
 
@@ -88,8 +86,7 @@ def test_it_proposes_what_most_often_followed(options: dict) -> None:
 
 
 def test_of_more_matches_than_are_counted_the_longest_and_latest_are() -> None:
-    # After 1 2 comes 3 twice and then 4 once; two matches are counted, and what follows the latest
-    # decides a tie.
+    # After 1 2 comes 3 twice and then 4 once; two matches are counted, and the latest decides a tie.
     text = [9, 2, 7, 1, 2, 3, 1, 2, 3, 1, 2, 4, 1, 2]
     (counted,), (all_of_them,) = (
         test_ngram.propose(Suffix(1, max_matches=most), [text]).tokens.tolist() for most in (2, 24)

@@ -177,9 +177,8 @@ def test_events_are_the_tokens_once_and_in_order(chain: e3.SpeculativeDecoder) -
         tokens = [token for event in own_events for token in event.tokens]
         assert tokens == own_events[-1].output == alone(decoder, request)
         assert len(own_events[0].tokens) == 1
-        assert [event.finish_reason is e3.FinishReason.RUNNING for event in own_events] == [
-            True
-        ] * (len(own_events) - 1) + [False]
+        is_running = [event.finish_reason is e3.FinishReason.RUNNING for event in own_events]
+        assert is_running == [True] * (len(own_events) - 1) + [False]
 
         scored = [score for event in own_events for score in event.logprobs or ()]
         options = {
@@ -210,7 +209,8 @@ def test_a_cancelled_request_frees_its_slot_and_leaves_the_others_alone(
     engine = Engine(decoder, slots=2, capacity=128)
     ids = [engine.submit(request) for request in requests]
 
-    engine.cancel(ids[4])  # it waits
+    # It still waits.
+    engine.cancel(ids[4])
     events = [event for _ in range(3) for event in engine.tick()]
 
     running = next(request_id for request_id in ids[1:] if request_id not in dict(ended(events)))
@@ -229,9 +229,8 @@ def test_a_cancelled_request_frees_its_slot_and_leaves_the_others_alone(
     completed = e3.SpeculationStats.merge(
         event.stats for event in events if event.output is not None
     )
-    assert (
-        0 < completed.num_drafts < engine.totals.num_drafts
-    )  # the rounds of the cancelled request count
+    # The rounds of the cancelled request count.
+    assert 0 < completed.num_drafts < engine.totals.num_drafts
 
 
 def test_requests_begin_in_order(chain: e3.SpeculativeDecoder) -> None:

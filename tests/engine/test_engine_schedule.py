@@ -142,9 +142,8 @@ class ScheduleOfChunks(Schedule):
 
 @pytest.mark.parametrize("machine", [Schedule, ScheduleOfChunks])
 def test_every_order_of_requests_is_answered(machine: type[Schedule]) -> None:
-    phases = [
-        hypothesis.Phase.generate
-    ]  # a counterexample has 25 steps at most, and shrinking it takes minutes
+    # A counterexample has 25 steps at most, and shrinking it takes minutes.
+    phases = [hypothesis.Phase.generate]
     settings = hypothesis.settings(
         max_examples=15, stateful_step_count=25, deadline=None, derandomize=True, phases=phases
     )

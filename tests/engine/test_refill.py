@@ -45,10 +45,8 @@ def test_stop_texts_log_probabilities_and_counters_are_those_of_the_prompt_alone
     for number, row in enumerate(expected):
         result = results[number]
         assert (result.tokens, result.text) == (row.tokens, row.text)
-        assert (result.prompt_tokens, result.finish_reason) == (
-            row.prompt_tokens,
-            row.finish_reason,
-        )
+        assert result.prompt_tokens == row.prompt_tokens
+        assert result.finish_reason == row.finish_reason
         assert result.stats.to_json() == row.stats.to_json()
         assert result.logprobs is not None and row.logprobs is not None
         ours = [score.logprob for score in result.logprobs]
@@ -63,11 +61,8 @@ def test_a_limit_beyond_the_last_position_ends_there() -> None:
     requests = [Request(prompt, most), Request(prompt, 5), Request(prompt, most - len(prompt))]
     results = dict(complete(decoder, requests, slots=2))
 
-    assert [results[number].finish_reason.name for number in range(3)] == [
-        "CAPACITY",
-        "LENGTH",
-        "LENGTH",
-    ]
+    reasons = [results[number].finish_reason.name for number in range(3)]
+    assert reasons == ["CAPACITY", "LENGTH", "LENGTH"]
     assert (
         results[0].tokens
         == decoder.generate(prompt, max_new_tokens=most).tokens[0]

@@ -50,9 +50,8 @@ def write_checkpoint(
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     stored = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
-    save_file(
-        stored, directory / "model.safetensors", metadata={"format": "pt"}
-    )  # for transformers
+    # Transformers asks for the format.
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 
@@ -396,12 +395,9 @@ class Head(StoredHead):
             tensors = {name: value for name, value in layered.items() if name != "t2d"}
         elif dialect == "speculators":
             outer = (
-                "draft_vocab_size",
-                "norm_before_residual",
-                "norm_output",
-                "fc_norm",
+                "draft_vocab_size", "norm_before_residual", "norm_output", "fc_norm",
                 "norm_before_fc",
-            )
+            )  # fmt: skip
             top = {name: config.pop(name) for name in outer if name in config}
             config.pop("eagle_aux_hidden_state_layer_ids", None)
             top["target_hidden_size"] = config.pop("target_hidden_size", None)

@@ -1,9 +1,7 @@
 """GGUF files written from Hugging Face checkpoints as llama.cpp's converter writes them.
 
-Names of tensors are its own.
-
-The transformations are those of llama.cpp's ``conversion`` package; the names come from the package
-``gguf``.
+The transformations are those of llama.cpp's ``conversion`` package; the names of tensors come from
+the package ``gguf``.
 """
 
 from __future__ import annotations
@@ -45,15 +43,8 @@ Choose = Callable[[str, np.ndarray], Type]
 # Tensors of more than one axis that stay in float32, by llama.cpp's names and by ours: small ones,
 # and two whose rows have another order in the file.
 _IN_FLOAT32 = (
-    "norm",
-    "bias",
-    "gate_inp",
-    "mlp.gate.",
-    "mlp.router.",
-    "attn_k_b.",
-    "attn_v_b.",
-    "kv_b_proj.",
-)
+    "norm", "bias", "gate_inp", "mlp.gate.", "mlp.router.", "attn_k_b.", "attn_v_b.", "kv_b_proj.",
+)  # fmt: skip
 
 
 def everywhere(matrix_type: Type) -> Choose:
@@ -184,13 +175,8 @@ _YARN = {
     "beta_fast": "rope_scaling_yarn_beta_fast",
     "beta_slow": "rope_scaling_yarn_beta_slow",
 }
-_WINDOWED = (
-    "gemma2",
-    "gemma3_text",
-    "gpt_oss",
-    "cohere2",
-    "phi3",
-)  # their converters write the window
+# Families whose converters write the window.
+_WINDOWED = ("gemma2", "gemma3_text", "gpt_oss", "cohere2", "phi3")
 
 
 def describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:

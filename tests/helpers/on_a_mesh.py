@@ -34,9 +34,8 @@ LAYERS = 2
 CHAIN = {"num_speculative_tokens": 3}
 TREE = {"tree": e3.DynamicTree(num_nodes=8, max_depth=3, top_k=4)}
 SAMPLED = CHAIN | {"draft_sampling": e3.DraftSampling.PROBABILISTIC}
-SCHEDULE = {
-    "schedule": e3.SpeculationSchedule(((1, 2, 3), (3, 6, 2)))
-}  # none is drafted while more than six rows run
+# None is drafted while more than six rows run.
+SCHEDULE = {"schedule": e3.SpeculationSchedule(((1, 2, 3), (3, 6, 2)))}
 WARM = e3.SamplingParams(temperature=1.0)
 NUCLEUS = e3.SamplingParams(temperature=0.8, top_k=20, top_p=0.9)
 PROMPTS = tiny.random_prompts(8, 60, seed=3)
@@ -139,10 +138,10 @@ def prefilled(models: Any, text: str, rows_per_group: int) -> Mapping[str, Any]:
 
     Queries are processed 64 at a time.
     """
-    jax.clear_caches()  # compiled programs do not depend on the limits that are set here
+    # Compiled programs do not depend on the limits that are set here.
+    jax.clear_caches()
     mesh = mesh_of(text)
     fed = 192
-
     limits = (
         (rows_per_group * fed // mesh.shape["data"], 1)
         if rows_per_group < len(PROMPTS)

@@ -123,9 +123,8 @@ def _scaled(
         stored = stored if "q_proj" in name else stored.astype(ml_dtypes.bfloat16)
         extra = {f"{stem}.input_scale": np.ones(1, np.float32)} if has_input_scale else {}
 
-        return {name: values, f"{stem}.weight_scale": stored, **extra}, values.astype(
-            np.float32
-        ) * scale
+        dense = values.astype(np.float32) * scale
+        return {name: values, f"{stem}.weight_scale": stored, **extra}, dense
 
     return quantise
 

@@ -128,17 +128,15 @@ class RecurrentTarget:
         """Returns the states before the block and after each node: decayed, plus an update."""
         size = x.shape[1]
         others = mask & ~jnp.eye(size, dtype=bool)
-        parents = jnp.max(
-            jnp.where(others, jnp.arange(1, size + 1), 0), axis=-1
-        )  # 0 is the committed state
+        # 0 is the committed state.
+        parents = jnp.max(jnp.where(others, jnp.arange(1, size + 1), 0), axis=-1)
         decay = jax.nn.sigmoid(x @ params["gate"])[:, :, None, None]
         added = jnp.einsum("btk,btm->btkm", x @ params["rk"], x @ params["rv"])
         before = jnp.concatenate([start[:, None], jnp.zeros_like(added)], axis=1)
 
         def visit(states: Array, node: Array) -> tuple[Array, None]:
-            of_parent = jnp.take_along_axis(states, parents[:, node][:, None, None, None], axis=1)[
-                :, 0
-            ]
+            parent = parents[:, node][:, None, None, None]
+            of_parent = jnp.take_along_axis(states, parent, axis=1)[:, 0]
             return states.at[:, node + 1].set(decay[:, node] * of_parent + added[:, node]), None
 
         return jax.lax.scan(visit, before, jnp.arange(size))[0]

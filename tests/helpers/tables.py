@@ -104,9 +104,8 @@ class TableDrafter(ShapedDrafter):
     vocab_size: int  #: ``V``.
     order: int  #: Tokens of context.
     topology: Topology = Chain(3)  #: Chain, dynamic tree or static tree.
-    draft_sampling: DraftSampling = (
-        DraftSampling.GREEDY
-    )  #: Whether the tokens of a chain or a static tree are sampled.
+    #: Whether the tokens of a chain or a static tree are sampled.
+    draft_sampling: DraftSampling = DraftSampling.GREEDY
 
     aux_layers = ()
 

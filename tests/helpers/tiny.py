@@ -72,9 +72,8 @@ def target(
     """Returns a random target whose next token depends strongly on its context."""
     model = DecoderTarget(config(vocab_size, **options), precision)
     params = copied(_random_params(model, seed))
-    params["embedding"] = (
-        params["embedding"] * 50.0
-    )  # 0.02 as initialised: too faint to matter without training
+    # It is initialised with 0.02, too faint to matter without training.
+    params["embedding"] = params["embedding"] * 50.0
     return LoadedTarget(model, params, vocab_size, model.config.max_positions)
 
 
@@ -217,9 +216,8 @@ def dflash(
 
     loaded = _random_drafter(target, DFlashDrafter, DFlashConfig, topology, **{**fields, **options})
     if loaded.drafter.config.markov is not None:
-        loaded.params["head"]["markov"]["before"] *= (
-            200.0  # 0.01 as initialised: too faint to matter without training
-        )
+        # It is initialised with 0.01, too faint to matter without training.
+        loaded.params["head"]["markov"]["before"] *= 200.0
 
     return loaded
 

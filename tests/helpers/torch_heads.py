@@ -83,12 +83,8 @@ class MTP(FeedbackHead):
         draw = self.draw()
         name = self.prefix
         norms = (
-            "enorm",
-            "hnorm",
-            "shared_head.norm",
-            "input_layernorm",
-            "post_attention_layernorm",
-        )
+            "enorm", "hnorm", "shared_head.norm", "input_layernorm", "post_attention_layernorm",
+        )  # fmt: skip
 
         out = {f"{name}.eh_proj.weight": draw(self.width, 2 * self.width)}
         out |= self.block_tensors(draw, name, norms=norms, bias=self.biased)

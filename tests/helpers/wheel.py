@@ -31,7 +31,8 @@ for module in pkgutil.walk_packages(eagle3_jax.__path__, "eagle3_jax."):
         importlib.import_module(module.name)
     except ModuleNotFoundError as error:  # `eagle3 serve` needs its extra
         assert error.name in ("starlette", "uvicorn", "prometheus_client"), module.name
-assert "site-packages" in eagle3_jax.__file__ and "eagle3_jax.conversion.targets" in __import__("sys").modules
+assert "site-packages" in eagle3_jax.__file__
+assert "eagle3_jax.conversion.targets" in __import__("sys").modules
 """
 PICKLE = """
 import pathlib, torch
@@ -57,13 +58,9 @@ class Environment:
 
     def pip(self, *arguments: object) -> None:
         command = [
-            self.bin / "python",
-            "-m",
-            "pip",
-            "-q",
-            "--disable-pip-version-check",
+            self.bin / "python", "-m", "pip", "-q", "--disable-pip-version-check",
             *map(str, arguments),
-        ]
+        ]  # fmt: skip
         subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
 
     def run(self, program: str, *arguments: object) -> subprocess.CompletedProcess[str]:

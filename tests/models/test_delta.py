@@ -49,11 +49,8 @@ def theirs() -> Any:
     with torch.no_grad():
         for name, value in layer.named_parameters():
             noise = torch.randn(value.shape, generator=generator)
-            value.copy_(
-                {"norm.weight": 1 + 0.3 * noise, "A_log": 0.5 * noise, "dt_bias": noise}.get(
-                    name, 0.4 * noise
-                )
-            )
+            special = {"norm.weight": 1 + 0.3 * noise, "A_log": 0.5 * noise, "dt_bias": noise}
+            value.copy_(special.get(name, 0.4 * noise))
     return layer
 
 
@@ -277,9 +274,8 @@ def test_a_batch_for_training_hides_its_padding_by_the_mask() -> None:
     for actual, expected in zip(
         *map(jax.tree.leaves, (written, state_of(after(x, length)))), strict=True
     ):
-        np.testing.assert_allclose(
-            actual, expected, atol=1e-5
-        )  # two programs, which may sum in another order
+        # Two programs, which may sum in another order.
+        np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
 def test_a_text_holds_no_state_for_each_of_its_tokens() -> None:

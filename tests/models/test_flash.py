@@ -84,9 +84,8 @@ def test_it_is_attention(shape: tuple[int, ...]) -> None:
     length = jnp.asarray(
         np.random.default_rng(0).integers(0, capacity - tokens + 1, batch), jnp.int32
     )
-    trees = jnp.concatenate(
-        [tree_mask(tokens), *[causal_mask(tokens)] * (batch - 1)]
-    )  # one for each row
+    # One for each row.
+    trees = jnp.concatenate([tree_mask(tokens), *[causal_mask(tokens)] * (batch - 1)])
 
     for mask, kernel_mask in ((trees, trees), (trees[:1], trees[:1]), (causal_mask(tokens), None)):
         check_attention(
@@ -191,9 +190,8 @@ def test_generation_with_the_kernel_writes_the_same_tokens(
     expected = generate()
     assert not calls
     monkeypatch.setattr(flash, "flash_attention", counted)
-    monkeypatch.setattr(
-        flash, "is_supported", lambda queries, kv: True
-    )  # float32 has no near ties here
+    # In float32 no logits nearly tie here.
+    monkeypatch.setattr(flash, "is_supported", lambda queries, kv: True)
     jax.clear_caches()
     with flash.enabled(True):
         assert generate() == expected
@@ -209,9 +207,8 @@ def test_which_arrays_the_kernel_takes() -> None:
     assert taken()
     assert not taken(tokens=129)  # a prompt
     assert not taken(size=96)
-    assert not taken(
-        dtype=jnp.float32
-    )  # in full precision its products are slow to compile and to run
+    # In full precision its products are slow to compile and to run.
+    assert not taken(dtype=jnp.float32)
     mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh):
         assert not taken()

@@ -91,8 +91,8 @@ def test_a_product_is_that_of_the_kernel_it_stands_for(
         / sizes
     )
 
-    # Of one rounding to bfloat16 at most where operands or results are: with scales for channels
-    # the kernel has none.
+    # Where operands or results are bfloat16, of one rounding at most: a kernel with scales for
+    # channels has none.
     exact = precision is FLOAT32 or (precision is MIXED and block == 40)
     assert error.max() < (1e-6 if exact else 2**-8)
     assert exact or error.max() > 1e-5
@@ -116,7 +116,8 @@ def test_a_dynamic_product_is_that_of_both_rounded(precision: Precision, block: 
 
     actual = np.asarray(product(jnp.asarray(x), kernel, precision))
     assert np.all(np.abs(actual - expected) <= 1e-5 * np.abs(expected).max(1, keepdims=True))
-    assert not actual[3].any()  # a row of zeros, whose scale would be none
+    # A row of zeros has no scale of its own.
+    assert not actual[3].any()
 
 
 def test_experts_in_fp8_are_those_they_stand_for_in_every_form() -> None:
@@ -159,11 +160,8 @@ def test_router_and_gates_of_experts_are_not_rounded() -> None:
 
     model = DecoderTarget(DecoderConfig(vocab_size=61, width=32, layers=(layer,), max_positions=64))
 
-    rounded = {
-        path
-        for path, product_kind in rules.flatten(model.param_products())
-        if product_kind == LAYER
-    }
+    products = rules.flatten(model.param_products())
+    rounded = {path for path, product_kind in products if product_kind == LAYER}
 
     assert rounded == {
         "blocks.0.attention.qkv.kernel", "blocks.0.attention.o.kernel", "blocks.0.mlp.gate_up", "blocks.0.mlp.down",
@@ -176,9 +174,8 @@ def test_rounding_on_load_is_to_the_nearest_value() -> None:
     every = np.unique(every[np.isfinite(every)])
     weights = np.random.default_rng(0).normal(0, 1, (3, 50, 20)).astype(np.float32)
     weights[1, :, 4] = 0
-    weights[2, 7, 5] = (
-        1e30  # with a scale that is not its own it would overflow, and in E4M3 that is NaN
-    )
+    # With a scale that is not its own it would overflow, and in E4M3 that is NaN.
+    weights[2, 7, 5] = 1e30
 
     kernel = quantise(weights)
     scale = np.asarray(kernel.scale)
@@ -234,9 +231,8 @@ def test_what_a_file_leaves_dense_stays_dense(tmp_path: Path) -> None:
     edit_tensors(stored, **{name: values, f"{name}_scale": None})
     blocks = e3.load_target(stored, weights="fp8").params["blocks"]
     assert _is_fp8(blocks[0]["attention"]["qkv"]["kernel"])
-    assert not _is_fp8(
-        blocks[1]["attention"]["qkv"]["kernel"]
-    )  # queries, keys and values are one product
+    # Queries, keys and values are one product.
+    assert not _is_fp8(blocks[1]["attention"]["qkv"]["kernel"])
     assert same_params(conversion.read_target(stored).params, conversion.read_target(dense).params)
 
 
@@ -257,16 +253,9 @@ def test_commands_say_how_a_target_is_stored(tmp_path: Path, cli: Any) -> None:
     assert "quantised: int4" in conversion.diagnose(path, tmp_path / "nowhere")[0].detail
 
     command = [
-        "generate",
-        "--target",
-        path,
-        "--drafter",
-        "none",
-        "--prompt-ids",
-        "[1, 2]",
-        "--max-new-tokens",
-        3,
-    ]
+        "generate", "--target", path, "--drafter", "none", "--prompt-ids", "[1, 2]",
+        "--max-new-tokens", 3,
+    ]  # fmt: skip
 
     code, out, _ = cli(*command, "--weights", "fp8", "--json")
     assert code == 0

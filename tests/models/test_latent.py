@@ -186,7 +186,7 @@ def test_a_mesh_divides_heads_and_no_latents() -> None:
     assert attention["key_up"] == attention["value_up"] == PartitionSpec("model")
 
     cache = model.init_cache(2, 32)
-    with tiny.unchecked():  # a tree of shardings where arrays are announced
-        assert [sharding.spec for sharding in jax.tree.leaves(row_shardings(mesh, cache))] == [
-            PartitionSpec("data")
-        ] * 3
+    # It is a tree of shardings where arrays are announced.
+    with tiny.unchecked():
+        shardings = jax.tree.leaves(row_shardings(mesh, cache))
+    assert [sharding.spec for sharding in shardings] == [PartitionSpec("data")] * 3

@@ -70,9 +70,8 @@ def read(directory: Path) -> dict[str, Any]:
 
 @pytest.mark.torch
 def test_blocks_are_those_of_transformers(tmp_path: Path) -> None:
-    path = written(tmp_path, "fp8", inner=32)[
-        0
-    ]  # of the last block, where it is cut, transformers makes another
+    # Transformers makes another weight of the last block, where it is cut.
+    path = written(tmp_path, "fp8", inner=32)[0]
     theirs = of_transformers(path)
     ours = read(path)
     assert ours.keys() == theirs.keys()
@@ -90,8 +89,8 @@ def test_compressed_tensors_are_those_of_transformers(tmp_path: Path, name: str)
     assert ours.keys() == theirs.keys()
     stored = read_tensors(path)
     for tensor, value in theirs.items():
-        # It multiplies in the type of the scales, which some of these files hold in bfloat16; here
-        # it is float32.
+        # Transformers multiplies in the type of the scales, which some of these files hold in
+        # bfloat16; the library multiplies in float32.
         scale = stored.get(f"{tensor}_scale")
         actual = np.asarray(ours[tensor], np.float32)
         rounded = actual if scale is None else actual.astype(scale.dtype).astype(np.float32)
@@ -175,9 +174,8 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "sparse": ("int8", {"sparsity_config": {"format": "sparse-24-bitmask"}}, {}, "'sparse-24-bitmask'; only 'dense'"),
     "no groups": ("int8", {"config_groups": {}}, {}, "config_groups says nothing of weights"),
 }  # fmt: skip
-_WEIGHTS = by_hand.group({"num_bits": 8, "type": "int", "strategy": "channel"}, "")[
-    "config_groups"
-]["group_0"]["weights"]
+_GROUPS = by_hand.group({"num_bits": 8, "type": "int", "strategy": "channel"}, "")["config_groups"]
+_WEIGHTS = _GROUPS["group_0"]["weights"]
 OF_WEIGHTS: dict[str, tuple[dict[str, Any], str]] = {
     "asymmetric": ({"symmetric": False}, "symmetric is False; only True is supported"),
     "bits": ({"num_bits": 4}, "num_bits 4 of type 'int' is not read in the format 'int-quantized'"),
@@ -198,13 +196,8 @@ def test_weights_that_are_not_read_are_refused(tmp_path: Path, name: str) -> Non
     path = written(tmp_path, "int8")[0]
     config = RECIPES["int8"].config
 
-    edit_config(
-        path,
-        quantization_config={
-            **config,
-            "config_groups": {"one": {"weights": {**_WEIGHTS, **fields}}},
-        },
-    )
+    groups = {"one": {"weights": {**_WEIGHTS, **fields}}}
+    edit_config(path, quantization_config={**config, "config_groups": groups})
     refused(conversion.read_target, path, message)
 
     both = {"one": {"weights": _WEIGHTS}, "two": {"weights": {**_WEIGHTS, **fields}}}

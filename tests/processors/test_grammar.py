@@ -105,9 +105,8 @@ def test_outputs_match_a_regular_expression(
     )
 
     for row in result.rows:
-        assert row.finish_reason is e3.FinishReason.STOP and re.fullmatch(
-            pattern, row.text or ""
-        ), row.text
+        assert row.finish_reason is e3.FinishReason.STOP, row.text
+        assert re.fullmatch(pattern, row.text or ""), row.text
 
     assert result.stats.num_accepted_tokens > 0
     if sampling is not SAMPLED:

@@ -184,9 +184,8 @@ def test_an_automaton_may_have_a_table_of_any_integers(dtype: str, states: int) 
     table[0, 0] = 0 if dtype.startswith("u") else -1
     start = states - 2
     ours, columns = map(np.asarray, TokenAutomaton(table.astype(dtype), start=start).arrays(V))
-    number = [
-        (state - start) % states for state in range(states)
-    ]  # of each state once the first is 0
+    # The number of each state once the first is 0.
+    number = [(state - start) % states for state in range(states)]
     for state, row in enumerate(table):
         expected = [number[after] if after >= 0 else -1 for after in row]
         assert ours[number[state], columns].tolist() == expected
@@ -194,14 +193,8 @@ def test_an_automaton_may_have_a_table_of_any_integers(dtype: str, states: int) 
 
 def test_a_bias_may_have_numbers_of_numpy() -> None:
     with tiny.unchecked():
-        bias = LogitBias(
-            {
-                np.int64(1): np.float32(1.5),
-                np.uint8(2): 3,
-                3: np.float64(-math.inf),
-                0: np.array(-2),
-            }
-        )
+        values = {np.int64(1): np.float32(1.5), np.uint8(2): 3}
+        bias = LogitBias(values | {3: np.float64(-math.inf), 0: np.array(-2)})
         assert bias.arrays(4).tolist() == [-2.0, 1.5, 3.0, -math.inf]
 
 

@@ -28,19 +28,8 @@ def target() -> e3.LoadedTarget:
     """Returns a target whose tokens are all bytes, some longer texts, and a stop token."""
     words = [
         *sorted(ByteLevel.alphabet()),
-        '{"',
-        '":',
-        '",',
-        '"}',
-        '\\"',
-        "tr",
-        "ull",
-        "00",
-        "aa",
-        "]]",
-        ",Ġ",
-        "<e>",
-    ]
+        '{"', '":', '",', '"}', '\\"', "tr", "ull", "00", "aa", "]]", ",Ġ", "<e>",
+    ]  # fmt: skip
 
     tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, []))
     tokenizer.decoder = decoders.ByteLevel()

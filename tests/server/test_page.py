@@ -37,9 +37,8 @@ PROMPT = "def add(a, b):\n"
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with serving(
-        decoder(), slots=4, capacity=64, logprobs=20
-    ) as address:  # the programs of test_serve.py
+    # With the programs of test_serve.py.
+    with serving(decoder(), slots=4, capacity=64, logprobs=20) as address:
         yield address
 
 
@@ -76,10 +75,8 @@ def test_both_lanes_write_the_text_of_generate_in_turns(url: str) -> None:
     (plain,) = select(events, "end", "plain")
     (drafted,) = select(events, "end", "speculative")
     assert (plain["tokens"], plain["passes"]) == (20, 19)
-    assert (drafted["tokens"], drafted["tau"]) == (
-        20,
-        round(float(expected.stats.mean_acceptance_length), 4),
-    )
+    assert drafted["tokens"] == 20
+    assert drafted["tau"] == round(float(expected.stats.mean_acceptance_length), 4)
 
     rounds = select(events, "round", "speculative")
     assert drafted["passes"] == len(rounds) == len(select(events, "probabilities"))
@@ -161,10 +158,8 @@ def test_probabilities_are_those_of_one_forward_pass_and_of_the_draft(
     ):
         tokens = round_["tokens"]
         parents = round_["parents"]
-        assert (
-            tokens == latest.draft.tokens[0].tolist()
-            and parents == latest.draft.parents[0].tolist()
-        )
+        assert tokens == latest.draft.tokens[0].tolist()
+        assert parents == latest.draft.parents[0].tolist()
 
         paths = [[*text, tokens[0]]]
         for node in range(1, len(tokens)):
@@ -232,8 +227,8 @@ def test_the_probability_of_acceptance_is_how_often_the_rule_accepts() -> None:
     parents = [-1, 0, 0, 1]
     tokens = [0, 2, 3, 1]
     chances = acceptance(tokens, parents, p=p, q=q)
-    # After the first sibling, p is the normalized max(p - q, 0): 0.5, 0.25 and 0.25 for tokens 1, 3
-    # and 4.
+    # After the first sibling, p is the normalised max(p - q, 0): 0.5, 0.25 and 0.25 for tokens 1,
+    # 3 and 4.
     assert chances == pytest.approx([1.0, 0.3 / 0.5, 0.25 / 0.6, 0.3 / 0.6], abs=1e-4)
 
     count = 40_000
@@ -363,9 +358,8 @@ def test_a_viewer_sees_both_lanes_write_the_same_text(url: str) -> None:
         assert page.inner_text("#figures tr:last-child td:last-child") == "yes"
 
         page.click(".round[data-round='0']")
-        assert (
-            page.locator("#tree .node").count() == 5
-        )  # the root, three drafted tokens and the target's
+        # The root, three drafted tokens and the target's.
+        assert page.locator("#tree .node").count() == 5
         assert page.locator("#bars .of-p").count() >= 5
 
         page.select_option("#draft", "tree of 8")

@@ -307,10 +307,8 @@ def test_a_stop_text_across_chunks_ends_the_text_before_it(url: str) -> None:
 
         assert "".join(choice["text"] for choice in streamed) == text[: border - 2]
         choice = complete(url, **fields, stop=stop)
-        assert (choice["text"], choice["token_ids"]) == (
-            text[: border - 2],
-            tokens[: complete_at[0]],
-        )
+        assert choice["text"] == text[: border - 2]
+        assert choice["token_ids"] == tokens[: complete_at[0]]
         assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
         assert choice["usage"]["completion_tokens"] == complete_at[0]
 
@@ -318,8 +316,8 @@ def test_a_stop_text_across_chunks_ends_the_text_before_it(url: str) -> None:
 
 
 def test_metrics_are_the_counters_of_generate(url: str) -> None:
-    # Of a request that a stop text ended, a round may still run; the rounds before those of this
-    # request are counted.
+    # A round may still run of a request that a stop text ended; after this request all rounds of
+    # earlier ones are counted.
     complete(url, prompt="def", max_tokens=1, temperature=0)
 
     before = counters_at_rest(url)
@@ -701,15 +699,8 @@ def serving_command(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]
     )
 
     words = [
-        sys.executable,
-        "-m",
-        "eagle3_jax",
-        "serve",
-        "--target",
-        "mine:target",
-        "--drafter",
-        "none",
-    ]
+        sys.executable, "-m", "eagle3_jax", "serve", "--target", "mine:target", "--drafter", "none",
+    ]  # fmt: skip
     words += ["--port", "0", "--capacity", "512", "--slots", "1", "--chunk", "32"]
 
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

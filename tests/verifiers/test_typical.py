@@ -106,7 +106,8 @@ def test_it_keeps_the_path_that_the_paper_keeps(name: str) -> None:
         assert int(verdict.next_token[row]) == after, row
         lengths.add(len(path))
 
-    assert lengths == set(range(tree.max_depth + 1))  # every length was met
+    # Every length was met.
+    assert lengths == set(range(tree.max_depth + 1))
 
 
 def test_a_greedy_batch_is_decided_as_the_exact_rule_decides_it() -> None:
