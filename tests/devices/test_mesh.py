@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -17,33 +16,12 @@ import pytest
 import recurrent
 import tiny
 from checkpoints import TARGET, write_llama
+from eight_devices import environment, run_on_eight_devices
 from jax.sharding import AbstractMesh, PartitionSpec
 
 import eagle3_jax as e3
 from eagle3_jax.devices.sharding import MESH_AXES, make_mesh, param_shardings, row_shardings
 from eagle3_jax.models.config import GatedMLP, GroupedQuery, uniform
-
-HERE = Path(__file__).parent.parent / "helpers"
-
-
-def environment(devices: int) -> dict[str, str]:
-    """Returns the variables of a process with virtual devices that compiles quickly."""
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
-    path = os.pathsep.join([str(HERE.parent.parent), str(HERE)])
-    return os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
-
-
-def run_on_eight_devices(script: str, *names: str) -> dict[str, Any]:
-    """Runs a script of ``tests/helpers`` on eight devices and returns its results."""
-    # Compilation is most of it; a second run finds its programs where this suite keeps them.
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
-    cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
-    command = [sys.executable, HERE / script, *names]
-    done = subprocess.run(
-        command, env=environment(8) | cache, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")

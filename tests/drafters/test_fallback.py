@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from test_ngram import looked_up
+from lookups import looked_up
 
 from eagle3_jax import Draft, Fallback, LoadedDrafter, SpeculativeDecoder
 from eagle3_jax import loop as loops

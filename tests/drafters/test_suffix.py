@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import test_ngram
+from lookups import propose
 
 from eagle3_jax.drafters import Suffix
 
@@ -72,7 +72,7 @@ def test_it_proposes_what_most_often_followed(options: dict) -> None:
     rows = [
         rng.integers(0, rng.integers(2, 4), size=rng.integers(2, 24)).tolist() for _ in range(300)
     ]
-    draft = test_ngram.propose(drafter, rows)
+    draft = propose(drafter, rows)
 
     lengths = set()
     for row, tokens, valid in zip(rows, draft.tokens.tolist(), draft.valid.tolist(), strict=True):
@@ -89,7 +89,7 @@ def test_of_more_matches_than_are_counted_the_longest_and_latest_are() -> None:
     # After 1 2 comes 3 twice and then 4 once; two matches are counted, and the latest decides a tie.
     text = [9, 2, 7, 1, 2, 3, 1, 2, 3, 1, 2, 4, 1, 2]
     (counted,), (all_of_them,) = (
-        test_ngram.propose(Suffix(1, max_matches=most), [text]).tokens.tolist() for most in (2, 24)
+        propose(Suffix(1, max_matches=most), [text]).tokens.tolist() for most in (2, 24)
     )
     assert counted[1] == 4
     assert all_of_them[1] == 3

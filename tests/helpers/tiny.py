@@ -16,7 +16,7 @@ import jaxtyping
 import numpy as np
 from jaxtyping import Array, Int
 
-from eagle3_jax import drafters
+from eagle3_jax import drafters, load_drafter, load_target
 from eagle3_jax import loop as loops
 from eagle3_jax.cache import Cache, KeyValues
 from eagle3_jax.checks import per_row
@@ -434,6 +434,13 @@ def random_prompts(
     return [
         rng.integers(0, vocab_size, size=rng.integers(low, high)).tolist() for _ in range(count)
     ]
+
+
+@functools.cache
+def golden_pair(recorder: str, head: str = "eagle3") -> tuple[LoadedTarget, LoadedDrafter]:
+    """Loads the models of a recorded run with the public loaders."""
+    target = load_target(GOLDEN / recorder / "target")
+    return target, load_drafter(GOLDEN / recorder / head, target=target)
 
 
 def golden_trace(name: str) -> dict[str, Any]:

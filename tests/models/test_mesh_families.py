@@ -8,8 +8,8 @@ from typing import Any
 import families
 import pytest
 import tiny
+from eight_devices import run_on_eight_devices
 from jax.sharding import AbstractMesh
-from test_mesh import run_on_eight_devices
 
 from eagle3_jax.devices.sharding import MESH_AXES, param_shardings
 from eagle3_jax.models.config import Experts

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-import test_sampling_distribution
 import tiny
+from sampled_texts import ALPHA, DRAFTERS, HORIZON, TARGET, chi_square, logits_after
+from sampled_texts import VOCABULARY as V
 
 from eagle3_jax import FinishReason, SamplingParams, SpeculativeDecoder, check_target
 from eagle3_jax import loop as loops
@@ -27,9 +28,6 @@ from eagle3_jax.sampling import row_keys
 from eagle3_jax.topology import DynamicTree
 from eagle3_jax.types import SamplingMode
 
-V = test_sampling_distribution.VOCABULARY
-HORIZON = test_sampling_distribution.HORIZON
-TARGET = test_sampling_distribution.TARGET
 PROMPTS = ([2], [1, 3, 0])
 TABLE = np.array([[1, 0, -1, 2], [-1, 2, 2, -1], [0, -1, 1, 2]], np.int32)  # three states
 Logits = list[float]
@@ -102,7 +100,7 @@ OTHERS = ("plain decoding", "n-grams", "an EAGLE-3 dynamic tree")
 
 @functools.cache
 def exact_distribution(name: str, prompt: tuple[int, ...]) -> oracle.TextDistribution:
-    known = test_sampling_distribution.logits_after(prompt)
+    known = logits_after(prompt)
     change = CASES[name][1]
     after = lambda text: oracle.warped(change(known[text], list(prompt), list(text)), 1.0, 0, 1.0)
     return oracle.autoregressive_distribution(after, HORIZON)
@@ -112,7 +110,7 @@ def exact_distribution(name: str, prompt: tuple[int, ...]) -> oracle.TextDistrib
     ("name", "drafter"), [(name, CHAIN) for name in CASES] + [(ALL, drafter) for drafter in OTHERS]
 )
 def test_sampled_texts_have_the_changed_distribution(name: str, drafter: str) -> None:
-    head = test_sampling_distribution.DRAFTERS[drafter]()
+    head = DRAFTERS[drafter]()
     target = with_processors(TARGET, *CASES[name][0])
     loop, params = tiny.bind(target, head, sampling_mode=SamplingMode.TEMPERATURE)
 
@@ -123,10 +121,8 @@ def test_sampled_texts_have_the_changed_distribution(name: str, drafter: str) ->
     texts = [tuple(row) for row in tiny.outputs(outcome, batch)]
     for index, prompt in enumerate(PROMPTS):
         counts = Counter(texts[index * 2048 : (index + 1) * 2048])
-        p_value, report = test_sampling_distribution.chi_square(
-            counts, exact_distribution(name, tuple(prompt))
-        )
-        assert p_value > test_sampling_distribution.ALPHA, f"{name}, {drafter}, {prompt}: {report}"
+        p_value, report = chi_square(counts, exact_distribution(name, tuple(prompt)))
+        assert p_value > ALPHA, f"{name}, {drafter}, {prompt}: {report}"
 
     assert drafter == "plain decoding" or int(outcome.stats.num_accepted_tokens.sum()) > 0
 

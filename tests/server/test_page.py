@@ -25,7 +25,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 
-from test_serve import Answer, complete, decoder, generated, get, post
+from server_client import Answer, complete, decoder, generated, get, post
 
 from eagle3_jax.server.local import serving
 from eagle3_jax.server.page.lanes import acceptance

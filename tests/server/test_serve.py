@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import functools
 import http.client
 import json
@@ -15,8 +14,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +32,8 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 
+from server_client import Answer, complete, decoder, events_of, generated, get, post
+
 from eagle3_jax.server.local import serving
 
 PROMPTS = [
@@ -45,14 +44,6 @@ PROMPTS = [
     '"""Reads a file line by line, and ',
     "for",
 ]
-TEMPLATE = e3.ChatTemplate("{% for message in messages %}{{ message.content }}\n{% endfor %}")
-Answer = dict[str, Any]
-
-
-@functools.cache
-def decoder() -> e3.SpeculativeDecoder:
-    target = dataclasses.replace(e3.load_target(), chat_template=TEMPLATE)
-    return e3.SpeculativeDecoder(target, e3.load_drafter(target=target), num_speculative_tokens=3)
 
 
 @functools.cache
@@ -80,38 +71,6 @@ def small() -> Iterator[str]:
         yield address
 
 
-def post(url: str, body: Any, path: str = "/v1/completions") -> tuple[int, Answer]:
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=300) as response:
-            return response.status, json.loads(response.read())
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
-
-
-def complete(url: str, **fields: Any) -> Answer:
-    """Returns the choice of a completion."""
-    status, answer = post(url, {"return_token_ids": True, **fields})
-    assert status == 200, answer
-    (choice,) = answer["choices"]
-    return choice | {"usage": answer["usage"]}
-
-
-def events_of(url: str, body: Answer, path: str = "/v1/completions") -> list[Answer]:
-    request = urllib.request.Request(url + path, json.dumps(body | {"stream": True}).encode())
-    with urllib.request.urlopen(request, timeout=300) as response:
-        assert response.headers["Content-Type"].startswith("text/event-stream")
-        parts = response.read().decode().split("\n\n")
-    assert parts[-2:] == ["data: [DONE]", ""]
-    return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
-
-
-def get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=60) as response:
-        return response.read().decode()
-
-
 def counters(url: str) -> dict[str, float]:
     lines = re.findall(r"^vllm:(\w+)\{(.*?)\} (\S+)$", get(f"{url}/metrics"), re.M)
     values = {}
@@ -129,21 +88,6 @@ def counters_at_rest(url: str) -> dict[str, float]:
             return values
         time.sleep(0.1)
     raise AssertionError("requests run for a minute")
-
-
-def generated(fields: Answer, **options: Any) -> e3.Generation:
-    """Returns what `generate` writes for the fields of a request."""
-    sampling = e3.SamplingParams(
-        temperature=fields["temperature"],
-        top_k=fields.get("top_k", 0),
-        top_p=fields.get("top_p", 1.0),
-    )
-    options |= {
-        "max_new_tokens": fields["max_tokens"],
-        "sampling": sampling,
-        "seed": fields.get("seed", 0),
-    }
-    return decoder().generate(fields["prompt"], **options).rows[0]
 
 
 def requests() -> list[Answer]:

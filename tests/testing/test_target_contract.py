@@ -23,29 +23,17 @@ from faults import Fault
 from flax import struct
 from jaxtyping import Array
 from recurrent import Recurrent, RecurrentTarget
+from target_table import ALL_TARGETS, FEW
 
 from eagle3_jax import Chain, LoadedTarget, SpeculationSchedule, SpeculativeDecoder, check_target
 from eagle3_jax.drafters import NGram, Plain
 from eagle3_jax.models.config import Experts
-from eagle3_jax.models.layers import BFLOAT16
 from eagle3_jax.testing import TARGET_CHECKS
 from eagle3_jax.testing.report import Skipped
 from eagle3_jax.testing.subject import Subject
 from eagle3_jax.tree import causal_mask
 from eagle3_jax.types import EmbeddingTables
 
-ALL_TARGETS: dict[str, Callable[[], LoadedTarget]] = {
-    **{
-        name: functools.partial(random_targets.of_family, recipe)
-        for name, recipe in families.RECIPES.items()
-    },
-    "llama, bfloat16": lambda: tiny.target(13, precision=BFLOAT16, layers=tiny.layers(1)),
-    "a window, and no rotation": lambda: tiny.target(
-        13, layers=tiny.layers(1, window=3) + tiny.layers(1, rope=None, qk_norm=True)
-    ),
-    "a table": lambda: tables.target(np.random.default_rng(0).normal(0, 1.5, (13**2, 13)), 2),
-    "attention and a recurrence": recurrent.target,
-}
 # Checks of optional features that a target lacks.
 OPTIONAL = {("a table", "lends its tables")}
 
@@ -54,10 +42,6 @@ OPTIONAL = {("a table", "lends its tables")}
 def subject(name: str) -> Subject:
     target = ALL_TARGETS[name]()
     return Subject(target.model, target=target)
-
-
-# Next to targets without a family: experts, latent attention, a recurrence. The others are slow.
-FEW = {"qwen3_moe", "deepseek_v3", "qwen3_5_text", *(ALL_TARGETS.keys() - families.RECIPES.keys())}
 
 
 LONG = "a long text equals its tokens one by one"

@@ -12,11 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-import test_exact_distribution
-import test_verify
 import tiny
-from oracle import Tree
-from test_exact_distribution import (
+from exact_distributions import (
     CHAIN,
     VOCABULARY,
     Distribution,
@@ -25,8 +22,11 @@ from test_exact_distribution import (
     Q,
     deterministic,
     distribution,
+    distribution_of_the_code,
     sampled,
 )
+from oracle import Tree
+from random_drafts import random_distribution
 
 from eagle3_jax import BlockVerification, Exact
 from eagle3_jax.acceptance import verify
@@ -69,9 +69,7 @@ def test_blocks_have_exactly_the_autoregressive_distribution_with(name: str) -> 
 
     # The token rule decides point masses. It has the same distribution and other boxes.
     cells = oracle.cells if name == "a deterministic chain" else oracle.block_cells
-    rounds = test_exact_distribution.distribution_of_the_code(
-        p, drafts, horizon, verify_block, cells
-    )
+    rounds = distribution_of_the_code(p, drafts, horizon, verify_block, cells)
 
     for stops in ((), (1,)):
         emitted = oracle.distribution_of_rounds(rounds, horizon, stops)
@@ -133,9 +131,7 @@ def test_the_library_accepts_as_much_as_the_rules_say(parents: tuple[int, ...]) 
         ("token", verify, oracle.cells),
         ("block", verify_block, oracle.block_cells),
     ):
-        emitted = test_exact_distribution.distribution_of_the_code(
-            P, sampled(Q, parents), 1, rule, cells
-        )(())
+        emitted = distribution_of_the_code(P, sampled(Q, parents), 1, rule, cells)(())
 
         mean_lengths[name] = sum(mass * (len(tokens) - 1) for tokens, mass in emitted.items())
         assert mean_lengths[name] == mean_accepted(P, Q, len(parents) - 1, name)
@@ -153,8 +149,7 @@ def test_one_drafted_token_is_decided_bit_for_bit_as_by_the_token_rule() -> None
     vocabulary = 7
 
     p, q = (
-        np.stack([test_verify.random_distribution(rng, vocabulary) for _ in range(2 * rows)])
-        for _ in range(2)
+        np.stack([random_distribution(rng, vocabulary) for _ in range(2 * rows)]) for _ in range(2)
     )
     p = p.reshape(rows, 2, vocabulary).astype(np.float32)
     q = q.reshape(rows, 2, vocabulary).astype(np.float32)
@@ -189,7 +184,7 @@ def test_equal_distributions_are_accepted_whole_whatever_the_dice() -> None:
     nodes = 6
 
     node_distributions = np.stack(
-        [test_verify.random_distribution(rng, vocabulary) for _ in range(nodes)]
+        [random_distribution(rng, vocabulary) for _ in range(nodes)]
     ).astype(np.float32)
     tokens = np.stack(
         [rng.choice(vocabulary, rows, p=q / q.sum()) for q in node_distributions.astype(float)],
