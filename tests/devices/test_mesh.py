@@ -36,7 +36,6 @@ def test_eight_devices_write_what_one_writes(results: dict[str, Any]) -> None:
 
 def test_a_step_adds_twice_a_layer_and_moves_nothing_large(results: dict[str, Any]) -> None:
     """The target has two layers; the head's runs for two levels and once for accepted tokens."""
-
     steps = results["steps"]
     layers = 2 * (2 + 2 + 1)
 
@@ -139,10 +138,10 @@ def test_a_target_that_names_no_axes_is_held_whole_and_its_rows_are_divided() ->
     shardings = jax.tree.leaves(param_shardings(mesh, target.model, target.params))
     assert all(sharding.spec == PartitionSpec() for sharding in shardings)
     cache = target.model.init_cache(8, 16)
-    with tiny.unchecked():  # a tree of shardings where arrays are announced
-        assert {sharding.spec[0] for sharding in jax.tree.leaves(row_shardings(mesh, cache))} == {
-            "data"
-        }
+    # It is a tree of shardings where arrays are announced.
+    with tiny.unchecked():
+        of_rows = jax.tree.leaves(row_shardings(mesh, cache))
+    assert {sharding.spec[0] for sharding in of_rows} == {"data"}
 
 
 def test_what_is_shared_stays_one_array() -> None:

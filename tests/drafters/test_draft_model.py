@@ -46,7 +46,6 @@ def rounds_of(
 
     The text of a row that has ended is empty.
     """
-
     loop, params = tiny.bind(target, drafter)
     state = loops.prefill(loop, params, tiny.prompts(PROMPTS, limit=20), capacity=64)
     seen = []
@@ -70,7 +69,6 @@ def rounds_of(
 @pytest.mark.parametrize("topology", [Chain(3), TREE], ids=["chain", "tree"])
 def test_each_node_is_the_token_of_its_rank_after_its_path(topology: Topology) -> None:
     """Rounds accept everything and nothing, under a window shorter than the texts."""
-
     options = {"layers": tiny.layers(2, window=4)}
     target = tiny.target(13, **options)
     small = tiny.target(13, **options)

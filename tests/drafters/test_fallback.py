@@ -31,7 +31,6 @@ def test_every_row_gets_the_first_draft_that_there_is(
     shape: Topology, draft_sampling: DraftSampling
 ) -> None:
     """The longer draft decides the size; drafts of the first declare point masses."""
-
     head = tiny.eagle3(TARGET, shape, draft_sampling=draft_sampling)
     both = Fallback.of(FIRST, head)
     subject = Subject(both.drafter, both.params, TARGET)

@@ -54,7 +54,6 @@ def read_off(
 
     One forward pass of the target, then numpy.
     """
-
     known = jnp.zeros((1, 48), jnp.int32).at[0, : len(text)].set(jnp.array(text))
     hidden = np.asarray(tiny.forward(TARGET.model, TARGET.params, known)[1][0, len(text) - 2])
 

@@ -132,7 +132,6 @@ def test_chunks_leave_the_caches_of_one_piece(chain: e3.SpeculativeDecoder) -> N
 
     The first sampled tokens are equal too.
     """
-
     sampling = e3.SamplingParams(temperature=1.0)
     loop, prompts, _ = chain.batch(["import os\n" * 12, "x = 1"], 8, sampling, [1, 2], None)
     expected = loops.prefill(loop, chain.params, prompts, capacity=128)
@@ -209,7 +208,7 @@ def test_a_cancelled_request_frees_its_slot_and_leaves_the_others_alone(
     engine = Engine(decoder, slots=2, capacity=128)
     ids = [engine.submit(request) for request in requests]
 
-    # It still waits.
+    # This request still waits.
     engine.cancel(ids[4])
     events = [event for _ in range(3) for event in engine.tick()]
 

@@ -130,7 +130,8 @@ class Schedule(RuleBasedStateMachine):
             self.tick()
             self.every_request_is_in_one_state()
         assert self.engine.idle and not self.open
-        if self.stats:  # a cancelled request counts as far as it has run
+        # A cancelled request counts as far as it has run.
+        if self.stats:
             assert self.engine.totals == e3.SpeculationStats.merge(self.stats.values())
 
 

@@ -53,12 +53,14 @@ def proposed(
             tokens = (0, *below)
             declared = [[Fraction(0)] * VOCABULARY]
             mass = Fraction(1)
+
             for node in range(1, len(parents)):
                 context = tuple(tokens[n] for n in oracle.path_to(parents, parents[node]))
                 elders = {tokens[n] for n in oracle.children(parents, parents[node]) if n < node}
                 sampled_row, declared_row = rows(q((*prefix, *context)), elders)
                 mass *= sampled_row[tokens[node]]
                 declared.append(declared_row)
+
             if mass:
                 yield mass, Tree(tokens, parents, declared, [True] * len(parents))
 
@@ -108,6 +110,7 @@ def distribution_of_the_code(
     prefixes = [
         x for size in range(horizon) for x in itertools.product(range(VOCABULARY), repeat=size)
     ]
+
     for prefix in prefixes:
         for proposed, tree in drafts(prefix):
             context = [
@@ -122,6 +125,7 @@ def distribution_of_the_code(
         for _, _, tree, _, _ in rows
         for node in range(len(tree.tokens))
     )
+
     one_hot = all(max(q) == 1 for _, _, tree, _, _ in rows for q in tree.q[1:])
     draft = Draft(
         tokens=jnp.array([tree.tokens for _, _, tree, _, _ in rows], jnp.int32),
@@ -131,6 +135,7 @@ def distribution_of_the_code(
         if one_hot
         else jnp.array(np.array([tree.q for _, _, tree, _, _ in rows], np.float32)),
     )
+
     probs = jnp.array(np.array([target for _, _, _, target, _ in rows], np.float32))
 
     def emitted(where: float) -> list[tuple[int, ...]]:
@@ -141,6 +146,7 @@ def distribution_of_the_code(
             [inside(cell.accept.get(node, (0, 1))) for node in nodes] for _, _, _, _, cell in rows
         ]
         choose = [inside(cell.choose) for _, _, _, _, cell in rows]
+
         verdict = rule(
             draft,
             probs,
@@ -152,6 +158,7 @@ def distribution_of_the_code(
             np.asarray(x) for x in (verdict.path, verdict.num_accepted, verdict.next_token)
         )
         assert ((path >= 0).sum(1) == count).all()
+
         tokens = [
             [tree.tokens[n] for n in path[i] if n >= 0] for i, (_, _, tree, _, _) in enumerate(rows)
         ]
@@ -163,6 +170,7 @@ def distribution_of_the_code(
         # A number, not the lists: a mutant makes this fail, and pytest would spend minutes on
         # showing their difference.
         assert differing == 0, "the code decides differently within one box of the rule"
+
     outcomes: dict[tuple[int, ...], Counter] = {prefix: Counter() for prefix in prefixes}
     for (prefix, proposed, _, _, cell), tokens in zip(rows, middle, strict=True):
         outcomes[prefix][tokens] += proposed * cell.mass

@@ -291,7 +291,7 @@ WRAPPED = {
         {"text_config": _text("ministral3"), "vision_config": _PIXTRAL, "tie_word_embeddings": False},
         2,
     ),
-    # its top level says that the embedding is tied, and its text_config says no
+    # Its top level says that the embedding is tied, and its text_config says no.
     "mistral3, of mistral": Recipe(
         "mistral3",
         {

@@ -30,6 +30,7 @@ def propose(drafter: NGram | Suffix, rows: list[list[int]], capacity: int = 24) 
         lengths_and_roots = [len(piece) - 1 for piece in pieces], [piece[-1] for piece in pieces]
         seen = tiny.seen_of(tokens, np.zeros((*tokens.shape, 0, 4)), *lengths_and_roots)
         state = jax.jit(drafter.observe)(None, state, seen)
+
     keys = jax.random.split(jax.random.key(0), len(rows))
     sampling = per_row(SamplingParams(), len(rows))
     return jax.jit(drafter.propose)(None, state, keys, sampling)

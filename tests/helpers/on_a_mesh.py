@@ -174,7 +174,8 @@ if __name__ == "__main__":
     greedy = generated(models, None, **CHAIN)
     of_tied = generated(tied, None, **CHAIN)
     ngram = (models[0], NGram(3))
-    same = {  # greedy texts are those of plain decoding, whatever drafts
+    # Greedy texts are those of plain decoding, whatever drafts.
+    same = {
         "chain, data=8": generated(models, "data=8", **CHAIN) == greedy,
         "chain, model=8": generated(models, "model=8", **CHAIN) == greedy,
         "chain": generated(models, MIXED, **CHAIN) == greedy,

@@ -21,14 +21,18 @@ def random_trees(
     rng = np.random.default_rng(seed)
     tokens = np.zeros((count, num_nodes), np.int32)
     parents = np.full((count, num_nodes), -1, np.int32)
+
     for row in range(count):
         for node in range(1, num_nodes):
             parents[row, node] = rng.integers(0, node)
             siblings = [n for n in range(1, node) if parents[row, n] == parents[row, node]]
             taken = {tokens[row, sibling] for sibling in siblings}
-            if len(taken) == vocab_size:  # a full family: hang it on the newest node instead
+
+            # A full family: the newest node is the parent instead.
+            if len(taken) == vocab_size:
                 parents[row, node] = node - 1
                 taken = set()
+
             tokens[row, node] = rng.choice([x for x in range(vocab_size) if x not in taken])
-    draft = tiny.draft_of(tokens, parents)
-    return draft, rng
+
+    return tiny.draft_of(tokens, parents), rng

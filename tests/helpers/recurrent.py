@@ -110,7 +110,8 @@ class RecurrentTarget:
         second = first + jnp.tanh(read) @ params["ro"]
         final = second / jnp.sqrt(jnp.mean(second**2, axis=-1, keepdims=True) + 1e-6)
         written = states[:, 1:]
-        if cache is None:  # a prompt needs no state but that after its last token
+        # A prompt needs no state but that after its last token.
+        if cache is None:
             real = jnp.full((batch,), size) if length is None else length
             written = jnp.take_along_axis(states, real[:, None, None, None], axis=1)[:, 0]
         streams = (embedded, first, second, final)

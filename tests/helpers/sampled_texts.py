@@ -27,7 +27,8 @@ TARGET = tiny.target(VOCABULARY)
 
 def sampled(parents: tuple[int, ...]) -> LoadedDrafter:
     table = np.random.default_rng(3).dirichlet(np.ones(VOCABULARY), VOCABULARY)
-    table[1, 2] = 0.0  # a token that is never proposed, and so can only come from the residual
+    # A token that is never proposed, and so can only come from the residual.
+    table[1, 2] = 0.0
     return LoadedDrafter(
         tiny.Sampled(parents), jnp.array(table / table.sum(1, keepdims=True), jnp.float32)
     )
@@ -38,9 +39,10 @@ DRAFTERS = {
     "n-grams": lambda: LoadedDrafter(NGram(3)),
     "an EAGLE-3 chain of 1": lambda: tiny.eagle3(TARGET, Chain(1)),
     "an EAGLE-3 chain of 3": lambda: tiny.eagle3(TARGET, Chain(3)),
+    # Its draft ids are 0, 2 and 3.
     "a sampled EAGLE-3 chain": lambda: tiny.eagle3(
         TARGET, Chain(3), seed=2, draft_vocab_size=3, draft_sampling=DraftSampling.PROBABILISTIC
-    ),  # draft ids 0, 2, 3
+    ),
     "n-grams, else a sampled EAGLE-3 chain": lambda: Fallback.of(
         NGram(2, min_ngram=2), DRAFTERS["a sampled EAGLE-3 chain"]()
     ),
@@ -75,6 +77,7 @@ def chi_square(counts: Counter, distribution: oracle.TextDistribution) -> tuple[
     impossible = {cell: count for cell, count in counts.items() if distribution.get(cell, 0) == 0}
     if impossible:
         return 0.0, f"sequences that the target cannot write: {impossible}"
+
     ranked = sorted(distribution, key=lambda cell: -distribution[cell])
     large = [cell for cell in ranked if total * distribution[cell] >= 10]
     observed = [counts[cell] for cell in large]
@@ -85,8 +88,10 @@ def chi_square(counts: Counter, distribution: oracle.TextDistribution) -> tuple[
         if expected[-1] < 10 and len(expected) > 1:
             observed[-2:] = [sum(observed[-2:])]
             expected[-2:] = [sum(expected[-2:])]
+
     statistic = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
     p_value = float(chi2.sf(statistic, len(expected) - 1)) if len(expected) > 1 else 1.0
+
     distance = oracle.total_variation(
         {cell: count / total for cell, count in counts.items()}, distribution
     )

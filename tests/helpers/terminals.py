@@ -26,6 +26,7 @@ def environment(**more: str) -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in ("NO_COLOR", "COLUMNS", "LINES")
     }
+
     compiled = str(Path(tempfile.gettempdir()) / "eagle3-jax-tests-compiled")
     variables |= {
         "PYTHONPATH": str(ROOT),
@@ -45,6 +46,7 @@ class InTerminal:
         self.screen = pyte.HistoryScreen(columns, 60)
         master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 60, columns, 0, 0))
+
         self.process = subprocess.Popen(
             [*EAGLE3, *arguments],
             stdin=slave,
@@ -53,6 +55,7 @@ class InTerminal:
             env=environment(**variables),
             start_new_session=True,
         )
+
         os.close(slave)
         self.master = master
         self.seen = b""

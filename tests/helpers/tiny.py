@@ -373,7 +373,6 @@ def prompts(
     stop_tokens: tuple[int, ...] = (),
 ) -> Prompts:
     """Returns a ragged batch; ``limit`` counts new tokens."""
-
     length = np.array([len(row) for row in rows], np.int32)
     limits = length + np.asarray(limit, np.int32)
     stops = np.tile(np.array(stop_tokens, np.int32), (len(rows), 1))

@@ -26,6 +26,7 @@ def written_texts(directory: Path, seed: int = 0, writer: Path | None = None) ->
         prompts = [row[:3] for row in tokens]
         answers = decoder.generate(prompts, max_new_tokens=9).tokens
         tokens = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+
     directory.mkdir()
     texts = [Text(row, learn, 2**63 + index if index else 0) for index, row in enumerate(tokens)]
     Texts.of(texts[:3]).save(directory / "texts-00000.npz")

@@ -149,7 +149,7 @@ def test_what_came_in_goes_out_again(folder: Any, tmp_path: Path, name: str) -> 
     with torch.no_grad():
         logits = loaded(torch.from_numpy(truth(name).tokens)[None], use_cache=False).logits[0]
     # The files are equal byte for byte; PyTorch's sums depend on where in memory their operands
-    # lie.
+    # are.
     np.testing.assert_allclose(logits.numpy(), truth(name).logits, atol=1e-5)
     for path in (folder(name), tmp_path / "native"):
         description = conversion.describe(path)

@@ -51,11 +51,8 @@ def test_conversion_writes_what_it_stands_for_in_bfloat16(tmp_path: Path) -> Non
     assert "quantization_config" not in (tmp_path / "back/config.json").read_text()
 
 
-# transformers on a CPU, where its dequantisation runs there.
-
-
 def of_transformers(directory: Path, **options: Any) -> dict[str, np.ndarray]:
-    """Returns the weights that transformers reads from a quantised checkpoint, by name."""
+    """Returns the weights that transformers reads on a CPU from a checkpoint, by name."""
     import torch
     from transformers import AutoModelForCausalLM
 

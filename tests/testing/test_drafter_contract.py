@@ -123,7 +123,7 @@ class Sampling(FixedTree):
     distribution: Callable[[Any], Any]
     declared: Any  #: The declared distributions.
 
-    # its arrays have no hash
+    # Its arrays have no hash.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 

@@ -63,7 +63,6 @@ CASES: dict[str, tuple[Distribution, Drafts]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_have_exactly_the_autoregressive_distribution_with(name: str) -> None:
     """The distance from the target's distribution is zero, with and without a stop token."""
-
     p, drafts = CASES[name]
     horizon = 4
 
