@@ -162,7 +162,7 @@ def finish_reasons(outcome: loops.Outcome) -> list[FinishReason]:
 
 
 def test_every_row_has_stop_tokens_of_its_own() -> None:
-    """-1 fills up the stop tokens of rows with fewer, and is no token."""
+    """-1 fills up the stop tokens of rows with fewer, and is not a token."""
     loop, params = tiny.bind(TARGET, greedy_texts.DRAFTERS["a perfect drafter"]())
     batch = tiny.prompts(greedy_texts.PROMPTS, limit=greedy_texts.LIMITS)
     stop_lists = [(3, 9), (3,), (9,), ()]
