@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import greedy_texts
 import jax
 import jax.numpy as jnp
 import pytest
-import test_greedy
 import tiny
 from ordinary import VOCABULARY, Ordinary, observing, proposing, replaced, with_field
 
@@ -77,7 +77,7 @@ SPOILT = {
 
 @pytest.mark.parametrize("name", SPOILT)
 def test_greedy_output_is_the_targets_own_with(name: str) -> None:
-    test_greedy.check_greedy_text(LoadedDrafter(SPOILT[name], test_greedy.scripted(0).params))
+    greedy_texts.check_greedy_text(LoadedDrafter(SPOILT[name], greedy_texts.scripted(0).params))
 
 
 class Unhashable(Ordinary):

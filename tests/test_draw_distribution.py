@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from uniforms import OPTIMISED, VALUES
 
 from eagle3_jax.checks import per_row
 from eagle3_jax.drafters.grow import DraftInputs, Level, sample_chain
@@ -21,9 +22,7 @@ from eagle3_jax.types import SamplingMode, SamplingParams
 
 pytestmark = pytest.mark.core
 
-VALUES = 2**24  # of a uniform
 TOLERANCE = 1e-5
-OPTIMISED = {"xla_backend_optimization_level": 3}  # it runs for longer than it compiles
 
 
 def distribution_of_draw(p: np.ndarray) -> np.ndarray:

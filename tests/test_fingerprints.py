@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import pytest
 import tiny
-from test_drafter_contract import ALL_DRAFTERS, drafter_of
+from drafter_table import ALL_DRAFTERS, drafter_of
 
 from eagle3_jax import loop as loops
 from eagle3_jax.models.layers import BFLOAT16

@@ -6,7 +6,6 @@ that it is EAGLE-3.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -16,24 +15,13 @@ import tiny
 
 from eagle3_jax import (
     DynamicTree,
-    LoadedDrafter,
-    LoadedTarget,
     SpeculationStats,
     SpeculativeDecoder,
-    load_drafter,
-    load_target,
 )
 
 pytestmark = pytest.mark.core
 
 TREE = DynamicTree(num_nodes=60, max_depth=8, top_k=10)
-
-
-@functools.cache
-def pair(recorder: str, head: str = "eagle3") -> tuple[LoadedTarget, LoadedDrafter]:
-    """Loads the models of a recorded run with the public loaders."""
-    target = load_target(tiny.GOLDEN / recorder / "target")
-    return target, load_drafter(tiny.GOLDEN / recorder / head, target=target)
 
 
 def parents_of(tree_mask: list[str]) -> list[int]:
@@ -49,7 +37,7 @@ def parents_of(tree_mask: list[str]) -> list[int]:
 
 
 def check_official_trace(head: str, trace: str, rounds: int | None = None) -> None:
-    target, drafter = pair("official", head)
+    target, drafter = tiny.golden_pair("official", head)
     recorded = tiny.golden_trace(f"official/{trace}.json")
     recorded_tree = DynamicTree(
         num_nodes=recorded["total_token"], max_depth=recorded["depth"] + 1, top_k=recorded["top_k"]
@@ -104,7 +92,7 @@ def test_a_drafted_tree_of_an_eagle1_head_equals_the_official_code_node_by_node(
 @pytest.mark.torch
 def test_the_first_drafted_tree_equals_the_official_code() -> None:
     """Compares the tree after the prompt: nine runs of the head and no verification."""
-    target, head = pair("official", "eagle3_sharp")
+    target, head = tiny.golden_pair("official", "eagle3_sharp")
     recorded = tiny.golden_trace("official/trace_sharp_60_7_10.json")
     decoder = SpeculativeDecoder(target, head, tree=TREE)
     state = decoder.prefill(recorded["prompt"])
@@ -118,7 +106,9 @@ def test_the_first_drafted_tree_equals_the_official_code() -> None:
 def vllm_decoder() -> tuple[SpeculativeDecoder, dict[str, Any]]:
     recorded = tiny.golden_trace("vllm/trace_eagle3_k3_float32.json")
     return SpeculativeDecoder(
-        *pair("vllm"), num_speculative_tokens=recorded["num_speculative_tokens"], stop_tokens=()
+        *tiny.golden_pair("vllm"),
+        num_speculative_tokens=recorded["num_speculative_tokens"],
+        stop_tokens=(),
     ), recorded
 
 

@@ -13,9 +13,9 @@ import families
 import jax
 import numpy as np
 import pytest
-import test_target_contract
 import tiny
-from test_drafter_contract import SAMPLED_TREE, TARGET, drafter_of
+from drafter_table import SAMPLED_TREE, TARGET, drafter_of
+from target_table import ALL_TARGETS, FEW
 
 from eagle3_jax import (
     BlockVerification,
@@ -74,12 +74,12 @@ def test_a_sampled_batch_is_traced_under_64_bits_for(name: str) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_a_generation_is_traced_under_64_bits_for:
-        names = [name for name in test_target_contract.ALL_TARGETS if "recurrence" not in name]
-        families.parametrize(metafunc, names, {"gpt_oss", *test_target_contract.FEW})
+        names = [name for name in ALL_TARGETS if "recurrence" not in name]
+        families.parametrize(metafunc, names, {"gpt_oss", *FEW})
 
 
 def test_a_generation_is_traced_under_64_bits_for(name: str) -> None:
-    check_traced(*tiny.bind(test_target_contract.ALL_TARGETS[name](), LoadedDrafter(NGram(3))))
+    check_traced(*tiny.bind(ALL_TARGETS[name](), LoadedDrafter(NGram(3))))
 
 
 def test_the_command_line_writes_the_same_under_64_bits(cli) -> None:

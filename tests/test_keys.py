@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_long_distribution
 import tiny
-from test_drafter_contract import ALL_DRAFTERS, drafter_of
+from drafter_table import ALL_DRAFTERS, drafter_of
+from worlds import WIDE
 
 import eagle3_jax
 from eagle3_jax import BlockVerification, SimulatedAcceptance, SpeculativeDecoder, TypicalAcceptance
@@ -40,7 +40,6 @@ pytestmark = pytest.mark.core
 LIBRARY = Path(eagle3_jax.__file__).parent
 ROUNDS = 4
 PROMPTS = [[5, 70, 3], [79]]
-WORLD = test_long_distribution.WIDE
 PROBABILISTIC = DraftSampling.PROBABILISTIC
 DIGITS = num_digits(80)
 
@@ -171,7 +170,7 @@ TREE = "drafters.static_tree.sample_static_tree"
 
 
 def sampled_chain(**options: Any) -> LoadedDrafter:
-    return WORLD.drafter(Chain(3), draft_sampling=PROBABILISTIC, **options)
+    return WIDE.drafter(Chain(3), draft_sampling=PROBABILISTIC, **options)
 
 
 # A drafter, options of the decoder, functions that draw in addition to the verifier, and sizes that
@@ -180,7 +179,7 @@ CASES: dict[
     str, tuple[Callable[[], LoadedDrafter], dict[str, Any], tuple[str, ...], dict[str, int]]
 ] = {
     "plain decoding": (lambda: LoadedDrafter(Plain()), {}, (), {}),
-    "the likeliest tokens": (lambda: WORLD.drafter(Chain(3)), {}, (), {}),
+    "the likeliest tokens": (lambda: WIDE.drafter(Chain(3)), {}, (), {}),
     "a sampled chain": (sampled_chain, {}, (CHAIN,), {}),
     "a sampled chain of 50 tokens": (
         lambda: sampled_chain(ids=tuple(range(50))),
@@ -189,7 +188,7 @@ CASES: dict[
         {"W": 1},
     ),
     "a sampled tree": (
-        lambda: WORLD.drafter(tiny.STATIC_TREE, draft_sampling=PROBABILISTIC),
+        lambda: WIDE.drafter(tiny.STATIC_TREE, draft_sampling=PROBABILISTIC),
         {},
         (TREE,),
         {},
@@ -220,8 +219,7 @@ CASES: dict[
 def test_every_key_is_used_once_and_as_documented_with(name: str) -> None:
     """A prefill and some rounds draw the numbers of the ledger, and use no key twice."""
     drafter, options, drawing, sizes = CASES[name]
-    decoder = SpeculativeDecoder(WORLD.target, drafter(), stop_tokens=(), **options)
-
+    decoder = SpeculativeDecoder(WIDE.target, drafter(), stop_tokens=(), **options)
     loop = dataclasses.replace(decoder.loop, sampling_mode=SamplingMode.TEMPERATURE)
     shape = {"N": loop.drafter.num_nodes, "K": loop.drafter.max_depth}
     sizes = shape | {"U": DIGITS, "W": DIGITS} | sizes

@@ -6,11 +6,11 @@ import dataclasses
 import re
 from typing import Any, ClassVar
 
+import greedy_texts
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_greedy
 import tiny
 
 from eagle3_jax import loop as loops
@@ -105,7 +105,7 @@ def test_short_prompts_are_padded_to_a_power_of_two_and_long_ones_to_whole_bucke
 def test_prompts_at_the_edge_of_a_bucket_are_decoded_alike(length: int) -> None:
     prompt = [(7 * i + 3) % 13 for i in range(length)]
     tokens = SpeculativeDecoder(TARGET, NGram(3)).generate(prompt, max_new_tokens=6).tokens[0]
-    assert tokens == test_greedy.continuation(tuple(prompt), 6, 160)
+    assert tokens == greedy_texts.continuation(tuple(prompt), 6, 160)
 
 
 def lowered(function: Any, *args: Any, **static: Any) -> Any:
@@ -168,23 +168,23 @@ def finish_reasons(outcome: loops.Outcome) -> list[FinishReason]:
 
 def test_every_row_has_stop_tokens_of_its_own() -> None:
     """-1 fills up the stop tokens of rows with fewer, and is not a token."""
-    loop, params = tiny.bind(TARGET, test_greedy.DRAFTERS["a perfect drafter"]())
-    batch = tiny.prompts(test_greedy.PROMPTS, limit=test_greedy.LIMITS)
+    loop, params = tiny.bind(TARGET, greedy_texts.DRAFTERS["a perfect drafter"]())
+    batch = tiny.prompts(greedy_texts.PROMPTS, limit=greedy_texts.LIMITS)
     stop_lists = [(3, 9), (3,), (9,), ()]
-    stops = [stop_lists[row % len(stop_lists)] for row in range(len(test_greedy.PROMPTS))]
+    stops = [stop_lists[row % len(stop_lists)] for row in range(len(greedy_texts.PROMPTS))]
     padded = jnp.asarray([(*row, -1, -1)[:2] for row in stops], jnp.int32)
     outcome = loops.generate(
         loop, params, batch.replace(stop_tokens=padded), capacity=48 + loop.drafter.num_nodes
     )
-    expected = [test_greedy.expected(row)[index] for index, row in enumerate(stops)]
+    expected = [greedy_texts.expected(row)[index] for index, row in enumerate(stops)]
     assert tiny.outputs(outcome, batch) == expected
-    assert expected not in [test_greedy.expected(row) for row in stop_lists]
+    assert expected not in [greedy_texts.expected(row) for row in stop_lists]
 
 
 @pytest.mark.parametrize("name", ["a perfect drafter", "a random static tree"])
 def test_rows_end_for_their_own_reason(name: str) -> None:
-    stopped = test_greedy.check_greedy_output(name, stops=(3, 9))
-    rows = test_greedy.expected((3, 9))
+    stopped = greedy_texts.check_greedy_output(name, stops=(3, 9))
+    rows = greedy_texts.expected((3, 9))
     expected = [FinishReason.STOP if row[-1] in (3, 9) else FinishReason.LENGTH for row in rows]
     assert finish_reasons(stopped) == expected
     assert set(expected) == {FinishReason.STOP, FinishReason.LENGTH}
@@ -315,15 +315,15 @@ def test_a_stream_writes_what_generate_writes(sampling: SamplingParams) -> None:
 
 
 def test_counters_count_what_was_accepted_before_a_limit_cut_it() -> None:
-    loop, params = tiny.bind(TARGET, test_greedy.scripted(0))
-    batch = tiny.prompts(test_greedy.PROMPTS, limit=[3] * len(test_greedy.PROMPTS))
+    loop, params = tiny.bind(TARGET, greedy_texts.scripted(0))
+    batch = tiny.prompts(greedy_texts.PROMPTS, limit=[3] * len(greedy_texts.PROMPTS))
     outcome = loops.generate(loop, params, batch, capacity=64)
     assert len(tiny.outputs(outcome, batch)[0]) == 3
     # One token from the prefill, then one round that accepts all four drafts, of which the limit
     # leaves two.
-    assert outcome.stats.num_accepted_tokens.tolist() == [4] * len(test_greedy.PROMPTS)
+    assert outcome.stats.num_accepted_tokens.tolist() == [4] * len(greedy_texts.PROMPTS)
     assert outcome.stats.num_accepted_tokens_per_pos.tolist() == [[1, 1, 1, 1]] * len(
-        test_greedy.PROMPTS
+        greedy_texts.PROMPTS
     )
 
 

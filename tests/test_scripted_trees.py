@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import greedy_texts
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
 import tables
-import test_greedy
 import tiny
 from jaxtyping import Array
 
@@ -65,23 +65,20 @@ TREES = {
 
 
 def scripted(tree: str) -> LoadedDrafter:
-    return LoadedDrafter(ScriptedTree(TREES[tree]), test_greedy.scripted(0).params)
+    return LoadedDrafter(ScriptedTree(TREES[tree]), greedy_texts.scripted(0).params)
 
 
 @pytest.mark.parametrize("tree", TREES)
 def test_the_targets_own_branch_is_accepted_to_its_end_and_the_text_is_plain_with(
     tree: str,
 ) -> None:
-    """The text is that of plain decoding and every round accepts the full depth.
-
-    The capacity is the smallest.
-    """
-    loop, params = tiny.bind(test_greedy.TARGET, scripted(tree))
-    batch = tiny.prompts(test_greedy.PROMPTS, limit=test_greedy.LIMITS)
+    """The text is that of plain decoding and every round accepts the full depth, at the smallest capacity."""
+    loop, params = tiny.bind(greedy_texts.TARGET, scripted(tree))
+    batch = tiny.prompts(greedy_texts.PROMPTS, limit=greedy_texts.LIMITS)
     outcome = loops.generate(
         loop, params, batch, capacity=int(batch.limit.max()) + loop.drafter.num_nodes
     )
-    assert tiny.outputs(outcome, batch) == test_greedy.expected()
+    assert tiny.outputs(outcome, batch) == greedy_texts.expected()
     accepted = np.asarray(outcome.stats.num_accepted_tokens)
     rounds = np.asarray(outcome.stats.num_drafts)
     assert np.array_equal(accepted, rounds * loop.drafter.max_depth)

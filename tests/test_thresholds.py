@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import tiny
 from mutants import swapped
-from test_draw_distribution import OPTIMISED, VALUES
+from uniforms import OPTIMISED, VALUES
 
 from eagle3_jax.acceptance import verify, verify_points
 from eagle3_jax.sampling import draw

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from random_drafts import random_trees
 from scipy.special import log_softmax
-from test_verify import random_trees
 
 from eagle3_jax.checks import per_row
 from eagle3_jax.drafters.base import grow

@@ -10,10 +10,11 @@ import numpy as np
 import oracle
 import pytest
 import tiny
+from random_drafts import random_distribution, random_trees
 
 from eagle3_jax.acceptance import verify, verify_greedy, verify_points
 from eagle3_jax.sampling import argmax, draw, residual
-from eagle3_jax.types import Draft, Verdict
+from eagle3_jax.types import Verdict
 
 pytestmark = pytest.mark.core
 
@@ -30,12 +31,6 @@ def decide(p: np.ndarray, q: np.ndarray, token: int, *, accept: Any, choose: Any
     return verify(
         draft, probs, accept=jnp.tile(column(accept), 2), choose=column(choose), max_depth=1
     )
-
-
-def random_distribution(rng: np.random.Generator, size: int, zeros: int = 0) -> np.ndarray:
-    weights = rng.gamma(0.7, size=size)
-    weights[rng.permutation(size)[:zeros]] = 0.0
-    return weights / weights.sum()
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -128,29 +123,6 @@ def test_a_residual_without_mass_is_the_target_itself() -> None:
     weights, mass = residual(p, p)
     assert float(mass) == 0
     assert np.array_equal(weights, p)
-
-
-def random_trees(
-    count: int, num_nodes: int, vocab_size: int, seed: int
-) -> tuple[Draft, np.random.Generator]:
-    """Returns random trees in topological order, whose siblings have different tokens."""
-    rng = np.random.default_rng(seed)
-    tokens = np.zeros((count, num_nodes), np.int32)
-    parents = np.full((count, num_nodes), -1, np.int32)
-
-    for row in range(count):
-        for node in range(1, num_nodes):
-            parents[row, node] = rng.integers(0, node)
-            siblings = [n for n in range(1, node) if parents[row, n] == parents[row, node]]
-            taken = {tokens[row, sibling] for sibling in siblings}
-            # A full family: hang it on the newest node instead.
-            if len(taken) == vocab_size:
-                parents[row, node] = node - 1
-                taken = set()
-            tokens[row, node] = rng.choice([x for x in range(vocab_size) if x not in taken])
-
-    draft = tiny.draft_of(tokens, parents)
-    return draft, rng
 
 
 def decisions(verdict: Verdict) -> list[tuple[list[int], int]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import pytest
 from models_on_disk import write_bytes_target
-from test_terminal import InTerminal
+from terminals import InTerminal
 
 import eagle3_jax as e3
 

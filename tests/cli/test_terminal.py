@@ -2,48 +2,23 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import pty
 import re
-import select
 import signal
-import struct
 import subprocess
 import sys
-import tempfile
-import termios
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import pyte
 import pytest
 from models_on_disk import write_bytes_target
+from terminals import EAGLE3, InTerminal, environment
 
 from eagle3_jax.cli import run
 
-ROOT = Path(__file__).parent.parent.parent
 OFFICIAL = Path(__file__).parent.parent / "golden" / "official"
 PAIR = ("--target", str(OFFICIAL / "target"), "--drafter", str(OFFICIAL / "eagle3"))
-EAGLE3 = (sys.executable, "-m", "eagle3_jax")
-
-
-def environment(**more: str) -> dict[str, str]:
-    variables = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("NO_COLOR", "COLUMNS", "LINES")
-    }
-
-    compiled = str(Path(tempfile.gettempdir()) / "eagle3-jax-tests-compiled")
-    variables |= {
-        "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": compiled,
-    }
-    return variables | {"TERM": "xterm-256color"} | more
 
 
 @pytest.fixture(scope="module")
@@ -52,48 +27,6 @@ def target(tmp_path_factory) -> str:
 
 
 # ---------------------------------------------------------------- in a terminal
-
-
-class InTerminal:
-    """A process whose standard error, and output unless that is piped, are a terminal.
-
-    It keeps its bytes and its screen.
-    """
-
-    def __init__(self, *arguments: str, columns: int = 100, pipe: bool = False, **variables: str):
-        self.screen = pyte.HistoryScreen(columns, 60)
-        master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 60, columns, 0, 0))
-        self.process = subprocess.Popen(
-            [*EAGLE3, *arguments],
-            stdin=slave, stdout=subprocess.PIPE if pipe else slave, stderr=slave,
-            env=environment(**variables), start_new_session=True,
-        )  # fmt: skip
-        os.close(slave)
-        self.master = master
-        self.seen = b""
-
-    def read(self, until: bytes | None = None) -> None:
-        """Reads the output until it ends or contains these bytes."""
-        stream = pyte.ByteStream(self.screen)
-        deadline = time.monotonic() + 120
-        while until is None or until not in self.seen:
-            assert time.monotonic() < deadline, self.seen
-            if select.select([self.master], [], [], 0.2)[0]:
-                try:
-                    new = os.read(self.master, 65536)
-                except OSError:  # the other end is closed
-                    break
-                self.seen += new
-                stream.feed(new)
-
-    def finish(self) -> list[str]:
-        """Returns the lines of the screen when the process has ended."""
-        self.read()
-        self.code = self.process.wait(timeout=30)
-        self.output = "" if self.process.stdout is None else self.process.stdout.read().decode()
-        os.close(self.master)
-        return [line.rstrip() for line in self.screen.display]
 
 
 def test_the_prompt_stays_on_the_screen(target):

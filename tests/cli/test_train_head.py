@@ -15,7 +15,7 @@ import pytest
 from checkpoints import edit_config, edit_tensors, same_params
 from models_on_disk import write_chat_target, write_llama
 from safetensors.numpy import load_file
-from test_training_runs import kill_after, written_texts
+from training_runs import kill_after, written_texts
 
 import eagle3_jax as e3
 from eagle3_jax.cli.train.files import read_texts, write_head

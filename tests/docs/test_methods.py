@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import methods
 import pytest
+from drafter_table import ALL_DRAFTERS, drafter_of
 from heads_on_disk import CHECKPOINTS
-from test_drafter_contract import ALL_DRAFTERS, drafter_of
 
 from eagle3_jax import drafters
 from eagle3_jax.conversion.heads import HEADS, LAYOUTS

@@ -75,7 +75,7 @@ def test_a_block_is_that_of_its_independent_twin_after_every_rollback(name: str)
 def drafted(
     head: BlockHead, drafter: DFlashDrafter, params: Any, temperature: float = 0.0
 ) -> tuple[Draft, jax.Array, list[Any], np.ndarray]:
-    """Returns a draft of two rows and the logits of its block, and each row's block and root from the twin."""
+    """Returns a draft of two rows, its block's logits, and the twin's block and root of each."""
     random = np.random.default_rng(5)
     features = random.normal(size=(2, 7, len(head.ids), 32)).astype(np.float32)
     length = np.array([7, 3])
@@ -134,6 +134,7 @@ def test_a_static_tree_takes_tokens_by_rank_after_their_parents(name: str) -> No
     tree = StaticTree(((0,), (2,), (0, 1), (2, 0), (2, 0, 3)))
     drafter, params = loaded_head(head.write, tree)
     draft, _, blocks, roots = drafted(head, drafter, params)
+
     for row in range(2):
         expected = set()
         for path in tree.paths:

@@ -32,9 +32,8 @@ TREE = StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0)))
 
 def logits_after(model: LoadedTarget, texts: list[list[int]]) -> np.ndarray:
     """Returns ``[texts V]``: the logits after each text, without a cache."""
-    padded = tiny.padded(
-        [*texts, *[[]] * (32 - len(texts))], 48
-    )  # one program for any number of texts
+    # One program for any number of texts.
+    padded = tiny.padded([*texts, *[[]] * (32 - len(texts))], 48)
     last = [len(text) - 1 for text in texts]
     logits, _ = tiny.forward(model.model, model.params, jnp.array(padded))
     return np.asarray(logits)[range(len(texts)), last]
@@ -43,21 +42,27 @@ def logits_after(model: LoadedTarget, texts: list[list[int]]) -> np.ndarray:
 def rounds_of(
     target: LoadedTarget, drafter: LoadedDrafter
 ) -> list[tuple[list[list[int]], np.ndarray, np.ndarray]]:
-    """Returns for each round: the rows' texts (empty once a row has ended), their drafts, and accepted counts."""
+    """Returns the texts of the rows, their drafts and accepted counts for each round.
+
+    The text of a row that has ended is empty.
+    """
     loop, params = tiny.bind(target, drafter)
     state = loops.prefill(loop, params, tiny.prompts(PROMPTS, limit=20), capacity=64)
     seen = []
+
     while bool(state.running.any()):
         texts = [
             row[:length].tolist()
             for row, length in zip(np.asarray(state.tokens), state.length, strict=True)
         ]
         texts = [text if runs else [] for text, runs in zip(texts, state.running, strict=True)]
+
         latest = loops.step(loop, params, state)
         state = latest.state
         seen.append(
             (texts, np.asarray(latest.draft.tokens), np.asarray(latest.verdict.num_accepted))
         )
+
     return seen
 
 
@@ -71,12 +76,15 @@ def test_each_node_is_the_token_of_its_rank_after_its_path(topology: Topology) -
     small.params["head"] = {"kernel": small.params["head"]["kernel"] + noise}
     loaded = draft_model(small, target)
     drafter = LoadedDrafter(loaded.drafter.with_topology(topology, None), loaded.params)
+
     ranks = [0] * topology.num_nodes
     parents = list(range(-1, topology.num_nodes - 1))
     if isinstance(topology, StaticTree):
         ranks = [0, *(path[-1] for path in topology.paths)]
         parents = list(topology.parents)
+
     accepted = set()
+
     for texts, drafts, counts in rounds_of(target, drafter):
         paths = []
         ranked_tokens = []
@@ -86,9 +94,11 @@ def test_each_node_is_the_token_of_its_rank_after_its_path(topology: Topology) -
                 path[node] = [*path[parents[node]], int(drafts[row, node])]
                 paths.append(path[parents[node]])
                 ranked_tokens.append((ranks[node], drafts[row, node]))
+
         order = np.argsort(-logits_after(small, paths), axis=-1, kind="stable")
         assert all(order[index, rank] == token for index, (rank, token) in enumerate(ranked_tokens))
         accepted |= {int(count) for text, count in zip(texts, counts, strict=True) if text}
+
     assert {0, topology.max_depth} <= accepted, (
         "no round followed a full acceptance and one without any"
     )
@@ -108,6 +118,7 @@ def test_layer_skip_drafts_from_the_stream_that_leaves_a_layer_and_copies_nothin
     loaded = layer_skip(TARGET, 2)
     shared = {id(leaf) for leaf in jax.tree.leaves(TARGET.params)}
     assert {id(leaf) for leaf in jax.tree.leaves(loaded.params)} <= shared
+
     text = PROMPTS[0]
     tokens = jnp.array([text])
     positions = jnp.arange(len(text))[None]
@@ -115,9 +126,11 @@ def test_layer_skip_drafts_from_the_stream_that_leaves_a_layer_and_copies_nothin
     stream = np.asarray(
         TARGET.model(TARGET.params, tokens, positions, mask, aux_layers=(2,)).features[0, -1, 0]
     )
+
     root_mean_square = np.sqrt(np.mean(np.square(stream)) + 1e-6)
     scale = np.asarray(TARGET.params["norm"]["scale"])
     normed = stream / root_mean_square * scale
+
     state = after(loaded, text)
     assert np.allclose(state.final[0], normed, atol=1e-5)
 
@@ -147,12 +160,15 @@ def test_what_cannot_draft_is_refused_in_one_line() -> None:
     words = [f"word{index}" for index in range(13)]
     target = with_words(TARGET, words)
     draft_model(with_words(tiny.target(13), words), target)
+
     with pytest.raises(
         ValueError, match="vocabulary of 11 tokens and some model one of 13; a draft"
     ):
         draft_model(tiny.target(11), target)
+
     with pytest.raises(ValueError, match="the token 'word4' is id 5 there and id 4 here"):
         draft_model(with_words(tiny.target(13), [*words[:4], "other", *words[4:12]]), target)
+
     for size in (0, 3, 4):
         with pytest.raises(
             ValueError, match=f"layer skip of {size} layers: some model has 3, so give 1 to 2"
@@ -173,16 +189,19 @@ def test_a_directory_with_a_language_model_is_loaded_as_a_draft_model(tmp_path: 
     target = load_target(tiny.GOLDEN / "vllm/target")
     native = tmp_path / "native"
     conversion.convert(tiny.GOLDEN / "vllm/target", native, "jax")
+
     prompt = tiny.random_prompts(1, 512, seed=7)[0]
     for source in (tiny.GOLDEN / "vllm/target", native):
         loaded = load_drafter(source, target=target)
         assert isinstance(loaded.drafter, DraftModel)
         assert loaded.name == str(source)
         assert tiny.same_bits(loaded.params, target.params)
+
     result = SpeculativeDecoder(target, loaded, num_speculative_tokens=3, stop_tokens=()).generate(
         prompt, max_new_tokens=17
     )
     assert result.stats.num_accepted_tokens == result.stats.num_draft_tokens > 0
+
     with pytest.raises(
         ValueError, match=r"official/target has a vocabulary of .* one of 512; a draft model needs"
     ):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from test_ngram import looked_up
+from lookups import looked_up
 
 from eagle3_jax import Draft, Fallback, LoadedDrafter, SpeculativeDecoder
 from eagle3_jax import loop as loops
@@ -35,24 +35,29 @@ def test_every_row_gets_the_first_draft_that_there_is(
     both = Fallback.of(FIRST, head)
     subject = Subject(both.drafter, both.params, TARGET)
     observation = sample_observation(subject)
+
     draft = draft_after_prompt(subject)
     head_draft = draft_after_prompt(Subject(head.drafter, head.params, TARGET))
+
     num_matches = 0
     lengths = observation.length.tolist()
     for row, length in enumerate(lengths):
         text = observation.tokens[row, :length].tolist()
         expected = looked_up([*text, int(observation.next_token[row])], FIRST)
         num_matches += bool(expected)
+
         valid = draft.valid[row]
         if expected:
             assert draft.tokens[row, valid].tolist()[1:] == expected
             if draft_sampling is PROBABILISTIC:
                 assert np.array_equal(draft.probs[row, 1:][valid[1:]], np.eye(13)[expected])
             continue
+
         size = head_draft.tokens.shape[1]
         assert not valid[size:].any()
         for ours, theirs in zip(draft, head_draft, strict=True):
             assert ours is theirs is None or np.array_equal(ours[row, 1:size], theirs[row, 1:])
+
     assert 0 < num_matches < len(lengths), "rows that all choose the same would show nothing"
 
 
@@ -76,17 +81,22 @@ def test_the_second_runs_only_if_a_row_has_no_draft_of_the_first(batch: int) -> 
     loop, params = tiny.bind(TARGET, LoadedDrafter(Fallback(FIRST, Counted(2))))
     prompts = [[1, 2, 3], [4], [5, 6]][:batch]
     state = loops.prefill(loop, params, tiny.prompts(prompts, limit=40), capacity=64)
+
     num_asked = 0
+
     num_skipped = 0
     while bool(state.running.all()):
         texts = [
             row[:length].tolist() for row, length in zip(state.tokens, state.length, strict=True)
         ]
+
         is_needed = not all(looked_up(text, FIRST) for text in texts)
         num_asked = num_asked + is_needed
         num_skipped = num_skipped + (not is_needed)
+
         state = loops.step(loop, params, state).state
         assert state.drafter[1][1].tolist() == [num_asked] * batch
+
     assert num_asked
     assert num_skipped
 
@@ -111,6 +121,7 @@ def test_it_takes_the_options_of_its_second_drafter() -> None:
     assert ours.num_nodes == 9
     assert ours.first.num_nodes == 4
     assert decoder.loop.is_chain is False
+
     options = {"num_speculative_tokens": 2, "draft_sampling": "probabilistic"}
     decoder = SpeculativeDecoder(TARGET, Fallback.of(Suffix(3), head), **options)
     assert decoder.method == "Suffix, else Eagle3Drafter, chain K=2, probabilistic draft sampling"

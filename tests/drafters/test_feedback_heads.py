@@ -1,4 +1,4 @@
-"""EAGLE-1 heads and MTP modules: their drafts, reading and writing their files, and errors of wrong files."""
+"""EAGLE-1 heads and MTP modules: drafts, reading and writing files, errors of wrong files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ HEADS: dict[str, Eagle1 | MTP] = {
     "name", [name for name in HEADS if not re.search("bias|target|rope", name)]
 )
 def test_a_head_drafts_as_its_torch_twin_round_after_round(name: str) -> None:
-    """Logits of the first pairs, and the chain of every round: accepted, refused and never drafted tokens in between.
+    """Logits of the first pairs, and the chain of every round.
+
+    In between, tokens are accepted, refused and never drafted.
 
     The twin computes everything anew each time, so a guess that stayed in the cache, a position
     that is off or a state that was fed back and not replaced by the true one would show in the
@@ -148,7 +150,7 @@ def test_a_module_is_written_for_mimo_with_biases_of_zeros(tmp_path: Path, name:
 
 
 def test_a_mimo_module_keeps_its_biases_and_its_order(tmp_path: Path) -> None:
-    """DeepSeek's order survives a round trip through MiMo's, and MiMo's own file is written unchanged."""
+    """DeepSeek's order survives a round trip through MiMo's, whose file is written unchanged."""
     qwen2 = MTP(qkv_bias=True, own_embedding=True, own_output=True)
     directory = write_checkpoint(
         tmp_path / "head", qwen2.config() | {"model_type": "qwen2"}, qwen2.tensors()
@@ -166,6 +168,7 @@ def test_a_mimo_module_keeps_its_biases_and_its_order(tmp_path: Path) -> None:
     mimo = stored[2]["model.mtp_layers.0.input_proj.weight"]
     assert np.array_equal(mimo[:, :32], deepseek[:, 32:])
     assert np.array_equal(mimo[:, 32:], deepseek[:, :32])
+
     values = json.loads((tmp_path / "mimo/config.json").read_text())
     assert values.items() >= {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2"}.items()
     assert values.items() >= {"num_hidden_layers": 8, "num_nextn_predict_layers": 1}.items()
@@ -177,12 +180,14 @@ def test_a_speculators_module_does_not_zero_the_first_embedding(tmp_path: Path) 
     config.pop("num_nextn_predict_layers")
     renamed = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj"}
     renamed |= {"shared_head.norm": "final_layernorm", "model.layers.8": "mtp_layers.0"}
+
     tensors = {}
     for name, value in MTP().tensors().items():
         for old, new in renamed.items():
             name = name.replace(old, new)
         tensors[name] = value
     tensors |= {f"mtp_layers.0.self_attn.{key}_norm.weight": np.ones(8, np.float32) for key in "qk"}
+
     outer = {
         "architectures": ["MTPDraftModel"],
         "speculators_model_type": "mtp",
@@ -191,13 +196,17 @@ def test_a_speculators_module_does_not_zero_the_first_embedding(tmp_path: Path) 
     directory = write_checkpoint(
         tmp_path / "head", outer | {"transformer_layer_config": config}, tensors
     )
+
     checkpoint = conversion.read_head(directory, TARGET)
     assert checkpoint.dialect == "speculators"
     assert checkpoint.config.zero_first is False
+
     conversion.convert(directory, tmp_path / "out", "speculators", TARGET)
     assert same_params(dict(conversion.tensors.read_tensors(tmp_path / "out")), tensors)
+
     with pytest.raises(CheckpointError, match="zero_first False"):
         conversion.convert(directory, tmp_path / "deepseek", "deepseek", TARGET)
+
     edit_config(directory, speculators_model_type=None)
     with pytest.raises(CheckpointError, match="does not say in which order"):
         conversion.read_head(directory, TARGET)
@@ -207,15 +216,11 @@ def test_exports_say_what_engines_read(tmp_path: Path) -> None:
     head = HEADS["EAGLE-1 without a bias"].write(tmp_path / "head")
     conversion.convert(head, tmp_path / "vllm", "vllm", TARGET)
     values = json.loads((tmp_path / "vllm/config.json").read_text())
+
     # vLLM takes true for a bias of attention.
-    assert (
-        values.items()
-        >= {
-            "architectures": ["EagleLlamaForCausalLM"],
-            "bias": False,
-            "num_hidden_layers": 1,
-        }.items()
-    )
+    expected = {"architectures": ["EagleLlamaForCausalLM"], "bias": False, "num_hidden_layers": 1}
+    assert values.items() >= expected.items()
+
     biased = edited(
         HEADS["EAGLE-1"].write(tmp_path / "biased"), {}, {"fc__bias": np.zeros(32, np.float32)}
     )

@@ -1,4 +1,4 @@
-"""A draft tree of a head with a sliding window: every node sees the last positions of its own path."""
+"""A tree of a head with a sliding window: a node sees the last positions of its own path."""
 
 from __future__ import annotations
 

@@ -50,18 +50,24 @@ def test_the_network_is_that_of_its_independent_torch_twin(layers: int, bias: bo
 def read_off(
     head: dict, shared: bool, ids: np.ndarray, text: list[int], paths: list[tuple[int, ...]]
 ) -> list[int]:
-    """Returns the tokens of a tree after a text that ends with the root: one forward pass of the target, then numpy."""
+    """Returns the tokens of a tree after a text that ends with the root.
+
+    One forward pass of the target, then numpy.
+    """
     known = jnp.zeros((1, 48), jnp.int32).at[0, : len(text)].set(jnp.array(text))
     hidden = np.asarray(tiny.forward(TARGET.model, TARGET.params, known)[1][0, len(text) - 2])
+
     ranked = []
     for k in range(max(map(len, paths))):
         z = hidden.astype(np.float64)
         for layer in head["blocks"][k]["layers"].values():
             y = z @ np.asarray(layer["kernel"]) + np.asarray(layer.get("bias", 0.0))
             z = z + y * expit(y)
+
         output = head["outputs"][0 if shared else k]
         logits = z @ np.asarray(output["kernel"])
         ranked.append(ids[np.argsort(-logits)])
+
     return [int(ranked[len(path) - 1][path[-1]]) for path in paths]
 
 
@@ -81,21 +87,26 @@ def test_every_round_drafts_from_the_state_behind_the_last_committed_token(
     paths = (
         [(0,) * depth for depth in (1, 2)] if isinstance(topology, Chain) else list(topology.paths)
     )
+
     loop, params = tiny.bind(TARGET, heads)
     state = loops.prefill(loop, params, tiny.prompts(PROMPTS, limit=20), capacity=48)
+
     lengths = []
     for _ in range(6):
         known = np.asarray(state.tokens)
         length = np.asarray(state.length)
         texts = [known[row, : length[row]].tolist() for row in range(3)]
         lengths.append(length)
+
         after = loops.step(loop, params, state)
         state = after.state
+
         for row, text in enumerate(texts):
             expected = read_off(
                 heads.params["head"], variant.get("shared_output", False), table, text, paths
             )
             assert after.draft.tokens[row].tolist() == [text[-1], *expected]
+
     steps = np.diff(np.array(lengths), axis=0)
     assert steps.max() > 1 or not isinstance(topology, StaticTree), (
         "nothing was accepted, so nothing was rolled back"

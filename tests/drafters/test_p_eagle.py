@@ -1,4 +1,4 @@
-"""P-EAGLE heads: drafts compared with a torch twin that runs everything in one forward, and their files."""
+"""P-EAGLE heads: their files, and drafts against a torch twin that runs one forward pass."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_drafts_are_those_of_one_forward_over_context_and_masks(name: str) -> No
     masks = [np.tile(mask_hidden(head).reshape(1, len(head.aux), -1), (depth - 1, 1, 1))]
 
     def one_forward(row: int, known: int) -> np.ndarray:
-        """Returns ``[K V]``, the draft distributions after ``known`` features and the token after them."""
+        """Returns the draft distributions ``[K V]`` after ``known`` features and their tokens."""
         text = tokens[row, 1 : known + 1].tolist()
         ids = torch.tensor(text + [MASK_TOKEN] * (depth - 1))
         stream = network.fuse(np.concatenate([features[row, :known], *masks]))
@@ -147,11 +147,12 @@ def test_files_say_what_vllm_and_speculators_read(tmp_path: Path) -> None:
     values = json.loads((tmp_path / "vllm/config.json").read_text())
     assert values["pard_token"] == values["ptd_token_id"] == MASK_TOKEN
     assert "PEagle" not in values["architectures"][0]  # vLLM has no such class
+
     conversion.convert(directory, tmp_path / "spec", "speculators", TARGET)
     values = json.loads((tmp_path / "spec/config.json").read_text())
-    assert (
-        values.items() >= {"mask_token_id": MASK_TOKEN, "speculators_model_type": "peagle"}.items()
-    )
+    expected = {"mask_token_id": MASK_TOKEN, "speculators_model_type": "peagle"}
+    assert values.items() >= expected.items()
+
     layers = {"num_aux_hidden_states": 4, "layer_types": ["sliding_attention", "full_attention"]}
     assert values["transformer_layer_config"].items() >= layers.items()
     assert "model_type" not in values

@@ -1,4 +1,4 @@
-"""Every drafting method compared with recorded runs of vLLM: tokens, and what each round of each request accepted.
+"""Every drafting method against recorded runs of vLLM: tokens, and what each round accepted.
 
 The heads are trained, so that what is accepted depends on every position, norm and layer.
 ``validation/drafters.py`` recorded the runs, and ``pytest validation`` compares them with a vLLM

@@ -1,4 +1,7 @@
-"""The engine gives each request the tokens that it has alone, with fewer rows than requests and without compiling."""
+"""The engine gives each request the tokens that it has alone.
+
+With fewer rows than requests, and without compiling.
+"""
 
 from __future__ import annotations
 
@@ -62,12 +65,15 @@ def test_each_request_has_the_tokens_that_it_has_alone(way: str, shipped: e3.Loa
         else {"drafter": e3.load_drafter(target=shipped), "num_speculative_tokens": 3}
     )
     decoder = e3.SpeculativeDecoder(shipped, rounds_per_check=2, **options)
+
     requests = requests_of(decoder)
     engine = Engine(decoder, slots=3, capacity=128)
+
     programs = (loops.prefill, loops.step, rows_of_engine.insert, rows_of_engine.ended_copies)
     before = [program._cache_size() for program in programs]
     expected = [alone(decoder, request) for request in requests]
     assert engine.run(requests) == expected
+
     compiled = [program._cache_size() for program in programs]
     assert compiled[1] == before[1] + 1
     assert engine.run(requests[:5]) == expected[:5]
@@ -122,16 +128,22 @@ def test_a_family_takes_prompts_in_chunks(name: str) -> None:
 
 
 def test_chunks_leave_the_caches_of_one_piece(chain: e3.SpeculativeDecoder) -> None:
-    """Of target and head: after chunks of 16 and of 7 of 50 tokens, in float32, with the first sampled tokens."""
+    """Of target and head, after chunks of 16 and of 7 of 50 tokens, in float32.
+
+    The first sampled tokens are equal too.
+    """
     sampling = e3.SamplingParams(temperature=1.0)
     loop, prompts, _ = chain.batch(["import os\n" * 12, "x = 1"], 8, sampling, [1, 2], None)
     expected = loops.prefill(loop, chain.params, prompts, capacity=128)
+
     for size in (16, 7):
         state = loops.empty(loop, chain.params, prompts, capacity=128)
         while int((prompts.length - state.cache.length).max()) > 0:
             state = loops.extend(loop, chain.params, state, prompts.length, size=size)
+
         for field in ("tokens", "length", "finish"):
             np.testing.assert_array_equal(getattr(state, field), getattr(expected, field))
+
         for row, length in enumerate(prompts.length.tolist()):
             for caches in ((state.cache, expected.cache), (state.drafter, expected.drafter)):
                 ours, theirs = (leaves_of(cache, row, length - 1) for cache in caches)
@@ -157,15 +169,16 @@ def test_events_are_the_tokens_once_and_in_order(chain: e3.SpeculativeDecoder) -
     engine = Engine(decoder, slots=2, capacity=128, logprobs=2)
     requests = requests_of(decoder)[:4]
     ids = [engine.submit(request) for request in requests]
+
     events = events_of(engine)
     for request_id, request in zip(ids, requests, strict=True):
         own_events = [event for event in events if event.request_id == request_id]
         tokens = [token for event in own_events for token in event.tokens]
         assert tokens == own_events[-1].output == alone(decoder, request)
         assert len(own_events[0].tokens) == 1
-        assert [event.finish_reason is e3.FinishReason.RUNNING for event in own_events] == [
-            True
-        ] * (len(own_events) - 1) + [False]
+        is_running = [event.finish_reason is e3.FinishReason.RUNNING for event in own_events]
+        assert is_running == [True] * (len(own_events) - 1) + [False]
+
         scored = [score for event in own_events for score in event.logprobs or ()]
         options = {
             "max_new_tokens": request.max_new_tokens,
@@ -176,8 +189,10 @@ def test_events_are_the_tokens_once_and_in_order(chain: e3.SpeculativeDecoder) -
         assert [score.logprob for score in scored] == pytest.approx(
             [score.logprob for score in expected], abs=1e-4
         )
+
         stats = own_events[-1].stats
         assert stats is not None and int(stats.num_accepted_tokens) <= len(tokens)
+
     assert engine.totals == e3.SpeculationStats.merge(
         event.stats for event in events if event.output is not None
     )
@@ -189,26 +204,32 @@ def test_a_cancelled_request_frees_its_slot_and_leaves_the_others_alone(
     decoder = chain
     requests = requests_of(decoder)
     expected = [alone(decoder, request) for request in requests]
+
     engine = Engine(decoder, slots=2, capacity=128)
     ids = [engine.submit(request) for request in requests]
-    engine.cancel(ids[4])  # it waits
+
+    # This request still waits.
+    engine.cancel(ids[4])
     events = [event for _ in range(3) for event in engine.tick()]
+
     running = next(request_id for request_id in ids[1:] if request_id not in dict(ended(events)))
     assert any(event.request_id == running for event in events)
+
     engine.cancel(running)
     events += events_of(engine)
+
     outputs = dict(ended(events))
     remaining = [request_id for request_id in ids if request_id not in (ids[4], running)]
     assert [outputs[request_id] for request_id in remaining] == [
         expected[request_id] for request_id in remaining
     ]
+
     assert engine.free == 2
     completed = e3.SpeculationStats.merge(
         event.stats for event in events if event.output is not None
     )
-    assert (
-        0 < completed.num_drafts < engine.totals.num_drafts
-    )  # the rounds of the cancelled request count
+    # The rounds of the cancelled request count.
+    assert 0 < completed.num_drafts < engine.totals.num_drafts
 
 
 def test_requests_begin_in_order(chain: e3.SpeculativeDecoder) -> None:
@@ -223,9 +244,11 @@ def test_ignored_stop_tokens_do_not_end_a_request(shipped: e3.LoadedTarget) -> N
         .generate("import", max_new_tokens=12)
         .tokens[0]
     )
+
     decoder = e3.SpeculativeDecoder(shipped, stop_tokens=(written[4],))
     prompt = decoder.target.encode("import")
     requests = [Request(prompt, 12, ignore_stop=True), Request(prompt, 12)]
+
     assert Engine(decoder, slots=2, capacity=64).run(requests) == [
         written,
         written[: written.index(written[4]) + 1],

@@ -1,4 +1,7 @@
-"""Whatever the order of submissions, cancellations and rounds: every request is answered once, in order, and fairly."""
+"""Every request is answered once, in order and fairly.
+
+Whatever the order of submissions, cancellations and rounds.
+"""
 
 from __future__ import annotations
 
@@ -88,6 +91,7 @@ class Schedule(RuleBasedStateMachine):
     def tick(self) -> None:
         waiting = self.waiting()
         num_staying = sum(request_id in self.open for request_id in self.running())
+
         for event in self.engine.tick():
             assert event.request_id in self.open, "an event after the end of its request"
             if not self.tokens[event.request_id]:
@@ -95,12 +99,15 @@ class Schedule(RuleBasedStateMachine):
                 assert len(event.tokens) == 1
             self.tokens[event.request_id] += event.tokens
             self.stats[event.request_id] = event.stats
+
             assert (event.output is None) == (event.finish_reason is e3.FinishReason.RUNNING)
             expected = self.expected[event.request_id]
             assert self.tokens[event.request_id] == expected[: len(self.tokens[event.request_id])]
+
             if event.output is not None:
                 assert event.output == self.tokens[event.request_id] == expected
                 self.open.remove(event.request_id)
+
         assert set(self.running()) <= set(self.open), "a slot that no request has any more"
         if waiting and num_staying < SLOTS and self.chunk is None:
             assert waiting[0] in self.begun, "a free slot while a request waits"
@@ -123,7 +130,8 @@ class Schedule(RuleBasedStateMachine):
             self.tick()
             self.every_request_is_in_one_state()
         assert self.engine.idle and not self.open
-        if self.stats:  # a cancelled request counts as far as it has run
+        # A cancelled request counts as far as it has run.
+        if self.stats:
             assert self.engine.totals == e3.SpeculationStats.merge(self.stats.values())
 
 
@@ -135,9 +143,8 @@ class ScheduleOfChunks(Schedule):
 
 @pytest.mark.parametrize("machine", [Schedule, ScheduleOfChunks])
 def test_every_order_of_requests_is_answered(machine: type[Schedule]) -> None:
-    phases = [
-        hypothesis.Phase.generate
-    ]  # a counterexample has 25 steps at most, and shrinking it takes minutes
+    # A counterexample has 25 steps at most, and shrinking it takes minutes.
+    phases = [hypothesis.Phase.generate]
     settings = hypothesis.settings(
         max_examples=15, stateful_step_count=25, deadline=None, derandomize=True, phases=phases
     )

@@ -17,6 +17,7 @@ def test_stop_texts_log_probabilities_and_counters_are_those_of_the_prompt_alone
     decoder = e3.SpeculativeDecoder(
         shipped, e3.load_drafter(target=shipped), num_speculative_tokens=3
     )
+
     texts = ["def add(a, b):\n", "import", "class Queue:\n", "x = [", "for"]
     stops = [("return",), (), ("self", "\n\n"), ("1",), ()]
     temperatures = [0.0, 0.9, 0.0, 0.9, 0.0]
@@ -30,21 +31,22 @@ def test_stop_texts_log_probabilities_and_counters_are_those_of_the_prompt_alone
         "logprobs": 1,
         "stop": stops,
     }
+
     expected = decoder.generate(texts, **options).rows
     requests = [
         Request(text, limit, temperature=temperatures[number], seed=number, stops=stops[number])
         for number, (text, limit) in enumerate(zip(texts, limits, strict=True))
     ]
+
     results = dict(complete(decoder, requests, slots=2, logprobs=1))
     assert len(results) == len(texts)
     assert {row.finish_reason for row in expected} == {e3.FinishReason.STOP, e3.FinishReason.LENGTH}
+
     for number, row in enumerate(expected):
         result = results[number]
         assert (result.tokens, result.text) == (row.tokens, row.text)
-        assert (result.prompt_tokens, result.finish_reason) == (
-            row.prompt_tokens,
-            row.finish_reason,
-        )
+        assert result.prompt_tokens == row.prompt_tokens
+        assert result.finish_reason == row.finish_reason
         assert result.stats.to_json() == row.stats.to_json()
         assert result.logprobs is not None and row.logprobs is not None
         ours = [score.logprob for score in result.logprobs]
@@ -55,13 +57,12 @@ def test_a_limit_beyond_the_last_position_ends_there() -> None:
     decoder = e3.SpeculativeDecoder(tiny.target(13), e3.drafters.NGram(3), stop_tokens=())
     most = decoder.target.max_positions
     prompt = [1, 2, 3]
+
     requests = [Request(prompt, most), Request(prompt, 5), Request(prompt, most - len(prompt))]
     results = dict(complete(decoder, requests, slots=2))
-    assert [results[number].finish_reason.name for number in range(3)] == [
-        "CAPACITY",
-        "LENGTH",
-        "LENGTH",
-    ]
+
+    reasons = [results[number].finish_reason.name for number in range(3)]
+    assert reasons == ["CAPACITY", "LENGTH", "LENGTH"]
     assert (
         results[0].tokens
         == decoder.generate(prompt, max_new_tokens=most).tokens[0]

@@ -14,7 +14,7 @@ from scipy.special import expit, softmax
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockHead(StoredHead):
-    """The options of a block drafter; the defaults are those of a DFlash head as z-lab stores it."""
+    """The options of a block drafter, by default those of a DFlash head as z-lab stores it."""
 
     target_width: int = 32
     draft_vocab: int = 61
@@ -41,14 +41,17 @@ class BlockHead(StoredHead):
         draw = drawing(random, self.dtype)
         width = self.width
         rank = self.rank
+
         out = {
             "fc.weight": draw(width, len(self.ids) * self.target_width),
             "hidden_norm.weight": draw(width, around=1),
             "norm.weight": draw(width, around=1),
         }
+
         for layer in range(self.layers):
             bias = "qkvo" if self.bias else ""
             out |= self.block_tensors(draw, f"layers.{layer}", norms=NORMS, bias=bias, qk_norm=True)
+
         if rank:
             out["markov_head.markov_w1.weight"] = 3 * draw(self.vocab, rank)
             out["markov_head.markov_w2.weight"] = 3 * draw(self.draft_vocab, rank)
@@ -60,21 +63,24 @@ class BlockHead(StoredHead):
         if self.markov == "rnn":
             out["markov_head.joint_proj.weight"] = draw(3 * rank, 2 * rank + width)
             out["markov_head.joint_proj.bias"] = draw(3 * rank)
+
         if self.confidence:
             out["confidence_head.proj.weight"] = draw(
                 1, width + (rank if self.confidence == "markov" else 0)
             )
             out["confidence_head.proj.bias"] = draw(1)
+
         if self.own_embedding:
             out["embed_tokens.weight"] = draw(self.vocab, width)
         if self.own_output or self.draft_vocab < self.vocab:
             out["lm_head.weight"] = draw(self.draft_vocab, width)
         if self.draft_vocab < self.vocab:
             out |= draft_vocabulary(random, self.vocab, self.draft_vocab)
+
         return out
 
     def config(self, dialect: str = "vllm") -> dict[str, Any]:
-        """Returns the fields that z-lab (DFlash), DeepSeek (DSpark) or speculators write, and no others."""
+        """Returns exactly the fields that z-lab, DeepSeek (DSpark) or speculators write."""
         sizes = self.geometry(
             model_type="qwen3",
             head_dim=self.head_dim,
@@ -83,11 +89,13 @@ class BlockHead(StoredHead):
             layer_types=["full_attention"] * self.layers,
             tie_word_embeddings=False,
         )
+
         spark: dict[str, Any] = {}
         if self.rank:
             spark = {"markov_rank": self.rank, "markov_head_type": self.markov}
             spark |= {"enable_confidence_head": bool(self.confidence)}
             spark |= {"confidence_head_with_markov": self.confidence == "markov"}
+
         if dialect == "speculators":
             return {
                 "architectures": ["DSparkDraftModel" if self.rank else "DFlashDraftModel"],
@@ -101,6 +109,7 @@ class BlockHead(StoredHead):
                 "sliding_window_non_causal": False,
                 **spark,
             }
+
         ids: dict[str, Any] = {"mask_token_id": self.mask, "target_layer_ids": list(self.ids)}
         values = {"architectures": ["DFlashDraftModel"], "block_size": self.block, **sizes}
         if self.draft_vocab < self.vocab:
@@ -108,6 +117,7 @@ class BlockHead(StoredHead):
         if self.rank:
             values |= {"architectures": ["Qwen3DSparkModel"], **ids, **spark}
             return values if self.from_anchor else values | {"sample_from_anchor": False}
+
         if self.causal:
             ids["causal"] = True
         if self.from_anchor:
@@ -119,7 +129,7 @@ class BlockHead(StoredHead):
 
 
 class Block(NamedTuple):
-    """The results of a block: hidden states ``[K D]`` of the rows that predict, and base logits ``[K W]``."""
+    """A block: hidden states ``[K D]`` of rows that predict, and base logits ``[K W]``."""
 
     hidden: np.ndarray
     logits: np.ndarray
@@ -141,7 +151,7 @@ def run_block(
     root: int,
     count: int,
 ) -> Block:
-    """Runs a block of ``count`` predictions after ``features [n A Dt]`` of the tokens before the root."""
+    """Runs ``count`` predictions after ``features [n A Dt]`` of tokens before the root."""
     w = weights(head)
     eps = 1e-5
     known = len(features)
@@ -199,12 +209,13 @@ def run_block(
 def biased(
     head: BlockHead, block: Block, root: int, tokens: list[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Logits ``[K W]`` and confidences ``[K]`` of a chain of target ids, each given those before it."""
+    """Logits ``[K W]`` and confidences ``[K]`` of a chain of target ids, each after its prefix."""
     w = weights(head)
     before = [root, *tokens][: len(block.logits)]
     logits = []
     confidence = []
     state = np.zeros(head.rank)
+
     for h, base, token in zip(block.hidden, block.logits, before, strict=True):
         read = m = w["markov_head.markov_w1"][token] if head.rank else np.zeros(0)
         if head.confidence:
@@ -212,6 +223,7 @@ def biased(
             confidence.append(
                 float(w["confidence_head.proj"][0] @ seen + w["confidence_head.proj.bias"][0])
             )
+
         if head.markov == "gated":
             gate = (
                 w["markov_head.gate_proj"] @ np.concatenate([h, m])
@@ -226,7 +238,9 @@ def biased(
             gate, candidate, out = np.split(joint, 3)
             state = expit(gate) * state + (1 - expit(gate)) * np.tanh(candidate)
             read = np.tanh(out)
+
         logits.append(base + (w["markov_head.markov_w2"] @ read if head.rank else 0.0))
+
     return np.array(logits), expit(np.array(confidence))
 
 

@@ -29,9 +29,8 @@ def browsing(*, width: int = 1280, height: int = 900, scheme: str = "light") -> 
         page.on("pageerror", lambda error: errors.append(error))
 
         def listen(message: Any) -> None:
-            is_refusal = message.text.startswith(
-                "Failed to load resource"
-            )  # the status code of an answer
+            # The status code of an answer is not an error of the page.
+            is_refusal = message.text.startswith("Failed to load resource")
             if message.type == "error" and not is_refusal:
                 errors.append(message.text)
 

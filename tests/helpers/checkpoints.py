@@ -50,14 +50,13 @@ def write_checkpoint(
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     stored = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
-    save_file(
-        stored, directory / "model.safetensors", metadata={"format": "pt"}
-    )  # for transformers
+    # Transformers asks for the format.
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 
 def refused(read: Callable[[Path], Any], path: Path, says: str) -> None:
-    """Checks that reading a file raises one printable line within two seconds, and leaves the directory unchanged."""
+    """Checks that reading a file raises one printable line in two seconds and writes nothing."""
     before = sorted(path.rglob("*")) if path.is_dir() else []
     begun = time.process_time()
     with pytest.raises(CheckpointError, match=says) as refusal:
@@ -84,7 +83,7 @@ def edit_tensors(directory: Path, **changes: np.ndarray | None) -> None:
 
 
 def edited(directory: Path, fields: dict[str, Any], tensors: dict[str, np.ndarray | None]) -> Path:
-    """Sets fields and tensors of a checkpoint, and returns its directory; ``None`` removes a field or a tensor."""
+    """Sets fields and tensors of a checkpoint, or removes them (``None``); returns its path."""
     edit_config(directory, **fields)
     edit_tensors(directory, **tensors)
     return directory
@@ -120,14 +119,16 @@ def same_head(first: Any, second: Any) -> bool:
 
 
 def round_trip(directory: Path, to: str, target: DecoderConfig, says: str | None = None) -> None:
-    """Converts a head to ``out`` next to it and reads the same again; with ``says`` it expects this error."""
+    """Converts a head to ``out`` next to it and reads it again; ``says`` expects this error."""
     source = conversion.read_head(directory, target)
     out = directory.with_name("out")
+
     if says is not None:
         with pytest.raises(CheckpointError, match=says):
             conversion.convert(directory, out, to, target)
         assert not out.exists()
         return
+
     conversion.convert(directory, out, to, target)
     again = conversion.read_head(out, target)
     assert again.dialect == to
@@ -212,6 +213,7 @@ class StoredHead:
         keys = self.kv_heads * self.head_dim
         fed = fed or width
         shapes = {"q": (queries, fed), "k": (keys, fed), "v": (keys, fed), "o": (width, queries)}
+
         out = {f"{name}.{norm}.weight": draw(width, around=1) for norm in norms}
         out |= {
             f"{name}.self_attn.{key}_proj.weight": draw(*shape) for key, shape in shapes.items()
@@ -254,6 +256,7 @@ def write_llama(directory: Path, config: DecoderConfig = TARGET, seed: int = 0) 
         head_dim=mixer.head_dim,
         inner=config.layers[0].mlp.width,
     )
+
     tensors = {
         "model.embed_tokens.weight": draw(config.vocab_size, width),
         "model.norm.weight": draw(width, around=1),
@@ -282,7 +285,7 @@ def loaded_head(
     topology: Topology | None = None,
     draft_sampling: DraftSampling | None = None,
 ) -> tuple[Any, Any]:
-    """Returns the drafter for :func:`loaded_target` that is loaded from files, and its parameters."""
+    """Returns the drafter for :func:`loaded_target` from these files, and its parameters."""
     with tempfile.TemporaryDirectory() as folder:
         loaded = load_drafter(write(Path(folder)), target=loaded_target())
     return loaded.drafter.with_topology(topology, draft_sampling), loaded.params
@@ -310,25 +313,31 @@ class Head(StoredHead):
         draw = drawing(random, self.dtype)
         width = self.width
         chunks = len(self.aux)
+
         out = {
             "fc.weight": draw(width, chunks * self.target_width),
             "norm.weight": draw(width, around=1),
         }
+
         options: dict[str, Any] = {"bias": "qkvo" if self.bias else "", "qk_norm": self.qk_norm}
         out |= self.block_tensors(
             draw, "midlayer", norms=(*NORMS, "hidden_norm"), fed=2 * width, **options
         )
+
         for layer in range(1, self.layers):
             out |= self.block_tensors(draw, f"layers.{layer}", norms=NORMS, **options)
+
         if self.fc_norm:
             out |= {f"fc_norm.{i}.weight": draw(self.target_width, around=1) for i in range(chunks)}
         if self.norm_before_fc:
             out["input_norm.weight"] = draw(chunks * self.target_width, around=1)
+
         if self.own_embedding:
             out["embed_tokens.weight"] = draw(self.vocab, width)
         out["lm_head.weight"] = draw(self.draft_vocab, width)
         if self.draft_vocab < self.vocab:
             out |= draft_vocabulary(random, self.vocab, self.draft_vocab)
+
         return out
 
     def config(self) -> dict[str, Any]:
@@ -339,12 +348,15 @@ class Head(StoredHead):
             draft_vocab_size=self.draft_vocab,
             tie_word_embeddings=False,
         )
+
         flags = ("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc")
         values |= {flag: True for flag in flags if getattr(self, flag)}
+
         if self.head_dim * self.heads != self.width or self.qk_norm:
             values["head_dim"] = self.head_dim
         if self.theta != 10_000.0:
             values["rope_theta"] = self.theta
+
         if self.windows:
             values["layer_types"] = [
                 "sliding_attention" if window else "full_attention" for window in self.windows
@@ -353,18 +365,21 @@ class Head(StoredHead):
                 "sliding_window": max(window for window in self.windows if window),
                 "use_sliding_window": True,
             }
+
         if self.bias:
             values["attention_bias"] = True
         if self.own_embedding or self.target_width != self.width:
             values["target_hidden_size"] = self.target_width
         if self.aux != (2, 4, 5):
             values["eagle_aux_hidden_state_layer_ids"] = list(self.aux)
+
         return values
 
     def write(self, directory: Path, dialect: str = "eagle") -> Path:
         config = self.config()
         tensors = self.tensors()
         layered = {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
+
         if dialect == "sglang":
             config["architectures"] = ["LlamaForCausalLMEagle3"]
         elif dialect == "modelopt":
@@ -380,12 +395,9 @@ class Head(StoredHead):
             tensors = {name: value for name, value in layered.items() if name != "t2d"}
         elif dialect == "speculators":
             outer = (
-                "draft_vocab_size",
-                "norm_before_residual",
-                "norm_output",
-                "fc_norm",
+                "draft_vocab_size", "norm_before_residual", "norm_output", "fc_norm",
                 "norm_before_fc",
-            )
+            )  # fmt: skip
             top = {name: config.pop(name) for name in outer if name in config}
             config.pop("eagle_aux_hidden_state_layer_ids", None)
             top["target_hidden_size"] = config.pop("target_hidden_size", None)
@@ -398,6 +410,7 @@ class Head(StoredHead):
                 "transformer_layer_config": config,
             }
             tensors = layered
+
         return write_checkpoint(directory, config, tensors)
 
 
@@ -408,7 +421,7 @@ class Drafted:
 
 
 class TorchLayers:
-    """The parts of a block in PyTorch, independent of the library; they have no cache and run whole sequences."""
+    """The parts of a block in PyTorch, without a cache: they run complete sequences."""
 
     def __init__(self, head: Any, weights: dict[str, Any]):
         import torch
@@ -437,20 +450,24 @@ class TorchLayers:
         torch = self.torch
         head = self.head
         count = x.shape[0]
+
         q, k, v = (
             self.linear(x, f"{name}.{key}_proj").view(count, -1, head.head_dim) for key in "qkv"
         )
         if f"{name}.q_norm" in self.w:
             q = self.rms(q, f"{name}.q_norm")
             k = self.rms(k, f"{name}.k_norm")
+
         repeat = head.heads // head.kv_heads
         q = self.turn(q)
         k = self.turn(k).repeat_interleave(repeat, 1)
         v = v.repeat_interleave(repeat, 1)
+
         score = torch.einsum("qhd,khd->hqk", q, k) / head.head_dim**0.5
         back = torch.arange(count)[:, None] - torch.arange(count)[None, :]
         score = score.masked_fill((back < 0) | (back >= (window or count)), -torch.inf)
         out = torch.einsum("hqk,khd->qhd", score.softmax(-1), v).reshape(count, -1)
+
         return self.linear(out, f"{name}.o_proj")
 
     def mlp(self, x: Any, name: str) -> Any:
@@ -494,7 +511,7 @@ class TorchHead(TorchLayers):
         return self.linear(self.rms(flat, "input_norm") if self.head.norm_before_fc else flat, "fc")
 
     def run(self, tokens: Any, stream: Any) -> Any:
-        """Runs the layers on a sequence from position 0; each row sees itself and the rows before it."""
+        """Runs the layers on a sequence from position 0; rows see themselves and earlier ones."""
         first, *others = self.head.windows or (None,) * self.head.layers
         normed = self.rms(stream, "layers.0.hidden_norm")
         both = self.torch.cat(
@@ -521,7 +538,9 @@ def draft_greedily(
     chosen: Any = None,
     feed_back: Callable[[Any], Any] = lambda output: output,
 ) -> Drafted:
-    """Returns logits at every true pair and a greedy chain after the last, recomputed from the start at each step.
+    """Returns logits at every true pair, and a greedy chain after the last.
+
+    The chain is recomputed from the start at each step.
 
     Args:
         run: The network, from target ids and a stream of states, from position 0 on, to outputs.
@@ -550,7 +569,10 @@ def draft_greedily(
 def torch_draft(
     head: Head, embedding: np.ndarray, features: np.ndarray, tokens: np.ndarray, depth: int
 ) -> Drafted:
-    """Drafts with an EAGLE-3 head after ``features [T A Dt]`` at positions 0..T-1 and the ``tokens`` after them."""
+    """Drafts with an EAGLE-3 head after ``features [T A Dt]`` and the ``tokens`` after them.
+
+    The features are those of positions 0 to T-1.
+    """
     network = TorchHead(head, embedding)
     options = {"feed_back": lambda output: network.rms(output, "norm")} if head.norm_output else {}
     stream = network.fuse(features)

@@ -19,7 +19,8 @@ from faulty_sampler import FaultySampler
 
 MODEL = "fake"
 END = 0  # the token that ends a text, unless `ignore_eos`
-UNREADABLE: dict[str, dict[str, Any]] = {  # what is reported in place of a token's numbers
+# What is reported in place of a token's numbers.
+UNREADABLE: dict[str, dict[str, Any]] = {
     "null": {"logprob": None, "top": None},
     "missing": {},
     "NaN": {"logprob": math.nan, "top": {1: math.nan}},

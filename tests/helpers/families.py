@@ -1,4 +1,4 @@
-"""A tiny random model of transformers for every family of targets: the smallest that has all of its features."""
+"""A random model of transformers for every family, the smallest with all of its features."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ WRAPPED = {
         {"text_config": _text("ministral3"), "vision_config": _PIXTRAL, "tie_word_embeddings": False},
         2,
     ),
-    # its top level says that the embedding is tied, and its text_config says no
+    # Its top level says that the embedding is tied, and its text_config says no.
     "mistral3, of mistral": Recipe(
         "mistral3",
         {
@@ -384,7 +384,7 @@ class Choices(NamedTuple):
 
 
 def choices(model: Any, prompt: Sequence[int], text: Sequence[int]) -> Choices:
-    """Computes the most likely token after each prefix of a text; a greedy text consists of exactly these tokens."""
+    """Computes the most likely token after each prefix of a text: a greedy text has just these."""
     import torch
 
     gaps = [math.inf]
@@ -405,7 +405,7 @@ def choices(model: Any, prompt: Sequence[int], text: Sequence[int]) -> Choices:
 
 
 def check_greedy(name: str, texts: Sequence[Sequence[int]]) -> None:
-    """Checks that these are the greedy texts of transformers after :data:`PROMPTS`, by a clear margin."""
+    """Checks that transformers writes these texts after :data:`PROMPTS`, by a clear margin."""
     for prompt, text in zip(PROMPTS, texts, strict=True):
         chosen = choices(_model(name), prompt, text)
         assert list(text) == chosen.tokens

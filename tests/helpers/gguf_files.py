@@ -1,7 +1,7 @@
-"""GGUF files written from Hugging Face checkpoints as llama.cpp's converter writes them, with its own names of tensors.
+"""GGUF files written from Hugging Face checkpoints as llama.cpp's converter writes them.
 
-The transformations are those of llama.cpp's ``conversion`` package; the names come from the package
-``gguf``.
+The transformations are those of llama.cpp's ``conversion`` package; the names of tensors come from
+the package ``gguf``.
 """
 
 from __future__ import annotations
@@ -43,19 +43,15 @@ Choose = Callable[[str, np.ndarray], Type]
 # Tensors of more than one axis that stay in float32, by llama.cpp's names and by ours: small ones,
 # and two whose rows have another order in the file.
 _IN_FLOAT32 = (
-    "norm",
-    "bias",
-    "gate_inp",
-    "mlp.gate.",
-    "mlp.router.",
-    "attn_k_b.",
-    "attn_v_b.",
-    "kv_b_proj.",
-)
+    "norm", "bias", "gate_inp", "mlp.gate.", "mlp.router.", "attn_k_b.", "attn_v_b.", "kv_b_proj.",
+)  # fmt: skip
 
 
 def everywhere(matrix_type: Type) -> Choose:
-    """Chooses a type for matrices whose rows are complete blocks, float16 for other matrices, otherwise float32."""
+    """Chooses a type for matrices whose rows are complete blocks.
+
+    Other matrices are float16, everything else is float32.
+    """
     return functools.partial(_chosen, matrix_type)
 
 
@@ -79,7 +75,7 @@ def permuted(value: np.ndarray, heads: int) -> np.ndarray:
 
 
 def translated(config: dict[str, Any], tensors: Tensors) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the tensors of a Hugging Face checkpoint by llama.cpp's names, in its order of axes and rows."""
+    """Yields the tensors by llama.cpp's names, in its order of axes and rows."""
     architecture = ARCHITECTURES[config["model_type"]]
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     layers = config["num_hidden_layers"]
@@ -127,7 +123,7 @@ def translated(config: dict[str, Any], tensors: Tensors) -> Iterator[tuple[str, 
 
 
 def rotations(config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the tensors of rotary embeddings; the frequencies of Llama 3.1 are those of transformers."""
+    """Yields the tensors of rotary embeddings; Llama 3.1's frequencies are transformers' own."""
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "llama3":
         from transformers import LlamaConfig
@@ -179,13 +175,8 @@ _YARN = {
     "beta_fast": "rope_scaling_yarn_beta_fast",
     "beta_slow": "rope_scaling_yarn_beta_slow",
 }
-_WINDOWED = (
-    "gemma2",
-    "gemma3_text",
-    "gpt_oss",
-    "cohere2",
-    "phi3",
-)  # their converters write the window
+# Families whose converters write the window.
+_WINDOWED = ("gemma2", "gemma3_text", "gpt_oss", "cohere2", "phi3")
 
 
 def describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -196,30 +187,36 @@ def describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     heads = config["num_attention_heads"]
     width = config["hidden_size"]
     head_dim = config.get("head_dim")
+
     if kind not in _WINDOWED:
         config = config | {"sliding_window": None}
     if kind == "deepseek_v3":
         config = config | {"num_key_value_heads": 1}
     if kind == "phi3":
         config = config | {"sliding_window": config["sliding_window"] or 0}
+
     _add(writer, _FIELDS, config)
     if kind != "gemma2":  # its converter writes no base
         _add(writer, {"rope_theta": "rope_freq_base"}, full)
+
     if head_dim is not None and kind not in ("granite", "phi3", "deepseek_v3"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     if kind in ("llama", "mistral", "ministral3", "granite"):
         writer.add_vocab_size(config["vocab_size"])
         writer.add_rope_dimension_count(head_dim or width // heads)
+
     if full.get("rope_type") in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(full["rope_type"]))
         writer.add_rope_scaling_factor(full["factor"])
     if full.get("rope_type") == "yarn":
         _add(writer, _YARN, full)
+
     if "sliding_attention" in rope:
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
     if kind in ("cohere", "cohere2"):
         writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+
     if kind == "phi3":
         old = config["original_max_position_embeddings"]
         writer.add_rope_dimension_count(
@@ -229,13 +226,16 @@ def describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         if rope["rope_type"] == "longrope":
             extension = math.log(config["max_position_embeddings"] / old) / math.log(old)
             writer.add_rope_scaling_attn_factors(math.sqrt(1 + extension))
+
     if kind == "ministral3":
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+
     if kind in ("qwen3_moe", "gpt_oss", "deepseek_v3"):
         writer.add_expert_feed_forward_length(
             config.get("moe_intermediate_size") or config["intermediate_size"]
         )
+
     if kind == "deepseek_v3":
         writer.add_key_length(config["kv_lora_rank"] + config["qk_rope_head_dim"])
         writer.add_value_length(config["kv_lora_rank"])
@@ -260,16 +260,19 @@ def write(
     choose: Choose = everywhere(Type.F32),
     more: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
 ) -> Path:
-    """Writes the Hugging Face checkpoint in a directory as a GGUF file; ``more`` writes a tokenizer."""
+    """Writes a Hugging Face checkpoint as a GGUF file; ``more`` writes a tokenizer."""
     config = json.loads((directory / "config.json").read_text())
     writer = gguf.GGUFWriter(path, ARCHITECTURES[config["model_type"]])
+
     describe(writer, config)
     writer.add_eos_token_id(config["eos_token_id"])
     writer.add_bos_token_id(config["bos_token_id"])
     more(writer)
+
     for name, value in translated(config, read(directory)):
         type = choose(name, value)
         writer.add_tensor(name, stored(value, type), raw_dtype=type)
+
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

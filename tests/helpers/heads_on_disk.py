@@ -1,4 +1,4 @@
-"""One tiny checkpoint of every method, for the target of ``checkpoints``, written with numpy alone."""
+"""A tiny checkpoint of every method, for the target of ``checkpoints``, written with numpy."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import greedy_texts
 import jax
 import jax.numpy as jnp
 import tables
@@ -18,7 +19,6 @@ import test_block_distribution
 import test_draw_distribution
 import test_exact_distribution
 import test_golden
-import test_greedy
 import test_keys
 import test_long_distribution
 import test_sampling_distribution
@@ -54,7 +54,7 @@ propose_from_table = tables.TableDrafter.propose
 
 
 def caught_by(check: Callable, *default: Any, **options: Any) -> Callable[..., Mutant]:
-    """Returns a function that makes a mutant for this check, from a function, a bug and arguments of the check."""
+    """Returns what makes a mutant for this check from a function, a bug and its arguments."""
     return lambda function, bug, *args: Mutant(
         function, bug, check, args or default, tuple(options.items())
     )
@@ -78,7 +78,7 @@ subtle = caught_by(
     test_long_distribution.check_long_distribution, "plain decoding", rows=8192, runs=16
 )
 ledger = caught_by(test_keys.test_every_key_is_used_once_and_as_documented_with)
-greedy = caught_by(test_greedy.check_greedy_output, "a random dynamic tree")
+greedy = caught_by(greedy_texts.check_greedy_output, "a random dynamic tree")
 deep_accepts = caught_by(
     test_scripted_trees.test_the_targets_own_branch_is_accepted_to_its_end_and_the_text_is_plain_with,
     "one wrong sibling in front, N = G + 2",
@@ -395,7 +395,7 @@ def leave_tokens_in_place(observe, self, params, state, seen):
 
 
 def keep_accepted_drafts(observe, self, params, state, seen):
-    """Commits states that the head computed from its own guesses; only the prompt is read from the target."""
+    """Commits states of the head's own guesses; only the prompt is read from the target."""
 
     def stale(fuse, head, features):
         fused = fuse(head, features)

@@ -1,4 +1,4 @@
-"""A second implementation of Medusa heads in PyTorch, with the tensor names of FasterDecoding's modules."""
+"""Medusa heads written again in PyTorch, with tensor names of FasterDecoding's modules."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def random_heads(
     repeated: bool = False,
     seed: int = 0,
 ) -> nn.ModuleList:
-    """Heads of distinct blocks, or of one block run several times (``repeated``), as the authors' code builds them."""
+    """Heads as the authors' code builds them.
+
+    Of distinct blocks, or of one block that is run several times (``repeated``).
+    """
     torch.manual_seed(seed)
     modules = []
     for _ in range(heads):

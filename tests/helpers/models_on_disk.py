@@ -22,7 +22,10 @@ def write_llama(folder: Path, *, width: int, vocab_size: int = 96, layers: int =
 
 
 def write_bytes_target(folder: Path) -> Path:
-    """Writes a random target whose tokens are bytes, so most of its output is not text; it has no stop token."""
+    """Writes a random target whose tokens are bytes, and which has no stop token.
+
+    Most of its output is not text.
+    """
     checkpoints.edit_config(
         write_llama(folder, width=32, vocab_size=256, layers=2), eos_token_id=None
     )

@@ -70,16 +70,18 @@ def inject_bug(function: Callable, old: str, new: str) -> contextlib.AbstractCon
     assert source.count(old) == 1, (
         f"{old!r} is not (once) in {inner.__qualname__}; the mutant has gone stale"
     )
+
     scope = dict(inner.__globals__)
     code = "from __future__ import annotations\n" + source.replace(old, new)
     exec(compile(code, inner.__code__.co_filename, "exec"), scope)
+
     return replaced(
         function, lambda original, *arguments, **named: scope[inner.__name__](*arguments, **named)
     )
 
 
 def during(inner: Callable, bug: Callable) -> Callable:
-    """Returns a bug of an outer function: while it runs or is traced, ``bug`` replaces an inner function."""
+    """Returns a bug of an outer function: ``bug`` replaces an inner one while it runs."""
 
     def outer(original: Callable, *arguments: Any, **named: Any) -> Any:
         with swapped(inner, bug):
@@ -111,7 +113,7 @@ class Mutant:
         return replaced(self.function, self.bug)
 
     def run_without_bug(self) -> None:
-        """Runs the check without the bug, once for all bugs: a check that always fails would catch everything."""
+        """Runs the check once without a bug: a check that always fails would catch everything."""
         key = self.check, self.args, self.options
         if key not in _PASSED:
             self.run()

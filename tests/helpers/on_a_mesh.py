@@ -1,4 +1,4 @@
-"""Runs generations on a mesh of eight devices in a separate process; prints one JSON object for ``test_mesh.py``.
+"""Runs generations on a mesh of eight devices, and prints a JSON object for ``test_mesh.py``.
 
 In float32, and with seeds at which no two logits nearly tie: a product that is summed on several
 devices differs in its last bits from the same one on one device.
@@ -34,9 +34,8 @@ LAYERS = 2
 CHAIN = {"num_speculative_tokens": 3}
 TREE = {"tree": e3.DynamicTree(num_nodes=8, max_depth=3, top_k=4)}
 SAMPLED = CHAIN | {"draft_sampling": e3.DraftSampling.PROBABILISTIC}
-SCHEDULE = {
-    "schedule": e3.SpeculationSchedule(((1, 2, 3), (3, 6, 2)))
-}  # none is drafted while more than six rows run
+# None is drafted while more than six rows run.
+SCHEDULE = {"schedule": e3.SpeculationSchedule(((1, 2, 3), (3, 6, 2)))}
 WARM = e3.SamplingParams(temperature=1.0)
 NUCLEUS = e3.SamplingParams(temperature=0.8, top_k=20, top_p=0.9)
 PROMPTS = tiny.random_prompts(8, 60, seed=3)
@@ -48,7 +47,7 @@ MOVES = re.compile(
 
 
 def pair(**options: Any) -> tuple[LoadedTarget, LoadedDrafter]:
-    """Returns a pair with eight key heads, one for each device; four devices divide the vocabulary, eight do not."""
+    """Returns a pair with eight key heads; four devices divide its vocabulary, eight do not."""
     layers = stack(LAYERS)
     target = tiny.target(60, layers=layers, **options)
     return target, tiny.eagle3(target, draft_vocab_size=32, layers=stack(1))
@@ -80,10 +79,11 @@ def streamed(models: Any, text: str, row: int, **options: Any) -> list[int]:
 
 
 def driven(models: Any, text: str, **options: Any) -> list[list[int]]:
-    """Generates round by round, and checks the sharding of every leaf of the state in each round."""
+    """Generates round by round, and checks the sharding of every leaf of the state."""
     decoder = e3.SpeculativeDecoder(*models, mesh=mesh_of(text), **options)
     state = decoder.prefill(PROMPTS, max_new_tokens=LIMITS)
     shardings = row_shardings(mesh_of(text), state)
+
     while state.running.any():
         for leaf, sharding in zip(*map(jax.tree.leaves, (state, shardings)), strict=True):
             assert leaf.size == 0 or leaf.sharding.is_equivalent_to(sharding, leaf.ndim), (
@@ -91,6 +91,7 @@ def driven(models: Any, text: str, **options: Any) -> list[list[int]]:
                 sharding,
             )
         state = decoder.step(state).state
+
     rows = zip(PROMPTS, state.tokens.tolist(), state.length.tolist(), strict=True)
     return [tokens[len(prompt) : length] for prompt, tokens, length in rows]
 
@@ -105,22 +106,26 @@ def pooled(models: Any, text: str, **options: Any) -> list[list[int]]:
 
 
 def moved(models: Any, text: str, sampling: Any = None, **options: Any) -> Mapping[str, Any]:
-    """Returns the collectives of a compiled step, the size of the largest, and that of a layer's keys on a device."""
+    """Returns the collectives of a step, the largest, and a layer's keys on a device."""
     mesh = mesh_of(text)
     sampling_mode = SamplingMode.GREEDY if sampling is None else SamplingMode.TRUNCATED
     decoder = e3.SpeculativeDecoder(*models, mesh=mesh, **options)
     loop = loops.SpeculativeLoop(
         decoder.loop.target, decoder.loop.drafter, sampling_mode=sampling_mode
     )
+
     batch = tiny.prompts(PROMPTS, limit=20, width=16)
     state = jax.eval_shape(lambda params: loop.prefill(params, batch, 128), decoder.params)
     on_mesh = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     state = jax.tree.map(on_mesh, state, row_shardings(mesh, state))
+
     with jax.set_mesh(mesh):
         compiled = loops.step.lower(loop, decoder.params, state).compile()
+
     size_of = lambda shape: math.prod(map(int, filter(None, shape.split(","))))
     collectives = [(kind, size_of(shape)) for shape, kind in MOVES.findall(compiled.as_text())]
     keys = jax.tree.leaves(state.cache.layers[0])[0]
+
     return {
         "moves": collections.Counter(kind for kind, _ in collectives),
         "largest": max((size for _, size in collectives), default=0),
@@ -129,8 +134,12 @@ def moved(models: Any, text: str, sampling: Any = None, **options: Any) -> Mappi
 
 
 def prefilled(models: Any, text: str, rows_per_group: int) -> Mapping[str, Any]:
-    """Returns the collectives and the tokens of a prefill of ``rows_per_group`` rows and 64 queries at a time."""
-    jax.clear_caches()  # compiled programs do not depend on the limits that are set here
+    """Returns collectives and tokens of a prefill of ``rows_per_group`` rows at a time.
+
+    Queries are processed 64 at a time.
+    """
+    # Compiled programs do not depend on the limits that are set here.
+    jax.clear_caches()
     mesh = mesh_of(text)
     fed = 192
     limits = (
@@ -138,6 +147,7 @@ def prefilled(models: Any, text: str, rows_per_group: int) -> Mapping[str, Any]:
         if rows_per_group < len(PROMPTS)
         else (10**9, 10**9)
     )
+
     with (
         mock.patch.object(groups, "TOKENS", limits[0]),
         mock.patch.object(attention, "_SCORES", limits[1]),
@@ -150,6 +160,7 @@ def prefilled(models: Any, text: str, rows_per_group: int) -> Mapping[str, Any]:
                 decoder.loop, decoder.params, batch, capacity=256
             ).compile()
             state = compiled(decoder.params, batch)
+
     moves = MOVES.findall(compiled.as_text())
     return {
         "moves": collections.Counter(kind for _, kind in moves),
@@ -163,7 +174,8 @@ if __name__ == "__main__":
     greedy = generated(models, None, **CHAIN)
     of_tied = generated(tied, None, **CHAIN)
     ngram = (models[0], NGram(3))
-    same = {  # greedy texts are those of plain decoding, whatever drafts
+    # Greedy texts are those of plain decoding, whatever drafts.
+    same = {
         "chain, data=8": generated(models, "data=8", **CHAIN) == greedy,
         "chain, model=8": generated(models, "model=8", **CHAIN) == greedy,
         "chain": generated(models, MIXED, **CHAIN) == greedy,

@@ -1,4 +1,4 @@
-"""The expected results, written as plainly as possible: pure Python, loops, no cache, no code of the library."""
+"""The expected results as plain Python: loops, no cache, no code of the library."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def residual(p: Sequence[Fraction], q: Sequence[Fraction]) -> list[Fraction]:
 
 
 def cells(tree: Tree, p: Sequence[Sequence[Fraction]]) -> Iterator[Cell]:
-    """Yields every decision of the published rule on a draft, with the exact uniforms that lead to it."""
+    """Yields every decision of the published rule, with the exact uniforms that lead to it."""
 
     def visit(
         node: int, current: int, want: Sequence[Fraction], mass: Fraction, box: dict
@@ -52,8 +52,10 @@ def cells(tree: Tree, p: Sequence[Sequence[Fraction]]) -> Iterator[Cell]:
                 if weight:
                     yield Cell(mass * weight, box, (low, low + weight))
                 low += weight
+
         elif not tree.valid[node] or tree.parents[node] != current:
             yield from visit(node + 1, current, want, mass, box)
+
         else:
             token = tree.tokens[node]
             q = tree.q[node]
@@ -73,27 +75,37 @@ def cells(tree: Tree, p: Sequence[Sequence[Fraction]]) -> Iterator[Cell]:
 def block_survivals(
     tree: Tree, p: Sequence[Sequence[Fraction]]
 ) -> tuple[list[Fraction], list[Fraction]]:
-    """Returns ``P_i`` and ``h_i`` (root: 1) of a chain that ends before its padding (Sun et al., 2024, algorithm 2)."""
+    """Returns ``P_i`` and ``h_i`` (root: 1) of a chain that ends before its padding.
+
+    Algorithm 2 of Sun et al., 2024.
+    """
     length = tree.valid.index(False) - 1 if False in tree.valid else len(tree.tokens) - 1
     survival = [Fraction(1)]
     passes = [Fraction(1)]
+
     for i in range(1, length + 1):
         token = tree.tokens[i]
         ratio = p[i - 1][token] / tree.q[i][token]
         survival.append(min(Fraction(1), survival[-1] * ratio))
+
     for i in range(1, length):
         mass = sum(
             max(survival[i] * a - b, Fraction(0)) for a, b in zip(p[i], tree.q[i + 1], strict=True)
         )
         refused = mass + 1 - survival[i]
         passes.append(mass / refused if refused else Fraction(1))
+
     return survival, [*passes, survival[-1]] if length else [Fraction(1)]
 
 
 def block_cells(tree: Tree, p: Sequence[Sequence[Fraction]]) -> Iterator[Cell]:
-    """Yields cells as :func:`cells` does, by block verification: all tests run, and the last that passes counts."""
+    """Yields cells as :func:`cells` does, by block verification.
+
+    All tests run, and the last that passes counts.
+    """
     survival, passes = block_survivals(tree, p)
     last = len(passes) - 1
+
     for outcome in itertools.product((False, True), repeat=last):
         mass = Fraction(1)
         box = {}
@@ -102,12 +114,14 @@ def block_cells(tree: Tree, p: Sequence[Sequence[Fraction]]) -> Iterator[Cell]:
             box[node] = (Fraction(0), passes[node]) if passed else (passes[node], Fraction(1))
         if not mass:
             continue
+
         count = max((node for node, passed in enumerate(outcome, 1) if passed), default=0)
         drafted = tree.q[count + 1] if count < last else [Fraction(0)] * len(p[0])
         remaining = [
             max(survival[count] * a - b, Fraction(0))
             for a, b in zip(p[count], drafted, strict=True)
         ]
+
         low = Fraction(0)
         for weight in remaining:
             if weight:
@@ -119,8 +133,12 @@ def block_cells(tree: Tree, p: Sequence[Sequence[Fraction]]) -> Iterator[Cell]:
 def autoregressive_distribution(
     p: Callable[[tuple[int, ...]], Sequence], horizon: int, stops: Sequence[int] = ()
 ) -> TextDistribution:
-    """Returns the distribution of the target's own texts: ``p(x1) p(x2 | x1) ...`` to a stop token or the horizon."""
+    """Returns the distribution of the target's texts, to a stop token or the horizon.
+
+    It is ``p(x1) p(x2 | x1) ...``.
+    """
     distribution: TextDistribution = {(): 1}
+
     for _ in range(horizon):
         longer: TextDistribution = {}
         for prefix, mass in distribution.items():
@@ -130,6 +148,7 @@ def autoregressive_distribution(
             for token, weight in enumerate(p(prefix)):
                 if weight:
                     longer[*prefix, token] = mass * weight
+
         distribution = longer
     return distribution
 
@@ -137,7 +156,7 @@ def autoregressive_distribution(
 def distribution_of_rounds(
     rounds: Callable[[tuple[int, ...]], TextDistribution], horizon: int, stops: Sequence[int] = ()
 ) -> TextDistribution:
-    """Returns the distribution of texts written round by round, each cut at a stop token or the horizon."""
+    """Returns the distribution of texts of rounds, each cut at a stop token or the horizon."""
     distribution: Counter = Counter()
 
     def finished(prefix: tuple[int, ...]) -> bool:
@@ -174,11 +193,12 @@ def children(parents: Sequence[int], node: int) -> list[int]:
 def posterior_greedy(
     tokens: Sequence[int], parents: Sequence[int], target_tokens: Sequence[int]
 ) -> tuple[list[int], int]:
-    """EAGLE's greedy ``evaluate_posterior``: one row per leaf, the first row with the longest matching prefix."""
+    """EAGLE's greedy ``evaluate_posterior``: the first leaf's row with the longest match."""
     best: list[int] = []
     for leaf in range(len(tokens)):
         if children(parents, leaf):
             continue
+
         row = path_to(parents, leaf)
         matches = 0
         for node in row:
@@ -186,6 +206,7 @@ def posterior_greedy(
                 break
             matches += 1
         best = row[:matches] if matches > len(best) else best
+
     return best, target_tokens[best[-1] if best else 0]
 
 
@@ -200,6 +221,7 @@ def posterior_sampled(
     node = 0
     path = []
     want = list(p[0])
+
     while True:
         for child in children(parents, node):
             if accept[child] < want[tokens[child]]:
@@ -208,6 +230,7 @@ def posterior_sampled(
                 path.append(child)
                 break
             want[tokens[child]] = 0.0
+
             want = [x / sum(want) for x in want]
         else:
             return path, next(x for x in range(len(want)) if math.fsum(want[: x + 1]) > choose)
@@ -219,10 +242,13 @@ def warped(logits: Sequence[float], temperature: float, top_k: int, top_p: float
     if temperature == 0:
         return [float(x == list(logits).index(best)) for x in range(len(logits))]
     weights = [math.exp((logit - best) / temperature) for logit in logits]
+
     if 0 < top_k < len(weights):
         least = sorted(weights)[-top_k]
         weights = [w if w >= least else 0.0 for w in weights]
+
     weights = [w / math.fsum(weights) for w in weights]
+
     if top_p < 1:
         mass = 0.0
         nucleus = set()
@@ -231,4 +257,5 @@ def warped(logits: Sequence[float], temperature: float, top_k: int, top_p: float
                 nucleus.add(token)
             mass += weights[token]
         weights = [w if token in nucleus else 0.0 for token, w in enumerate(weights)]
+
     return [w / math.fsum(weights) for w in weights]

@@ -47,7 +47,10 @@ def proposing(change: Callable[[Draft], Any], **members: Any) -> Any:
 
 
 def observing(change: Callable[[dict, dict, Observation], dict], **members: Any) -> Any:
-    """Returns an :class:`Ordinary` drafter with changed states; ``change`` gets old state, new state, observation."""
+    """Returns an :class:`Ordinary` drafter whose states ``change`` rewrites.
+
+    It gets the old state, the new state and the observation.
+    """
     return replaced(
         observe=lambda self, params, state, seen: change(
             state, Ordinary.observe(self, params, state, seen), seen

@@ -1,4 +1,4 @@
-"""Quantised checkpoints, written by hand from a dense one, and the dense weights that each represents."""
+"""Quantised checkpoints, written by hand from a dense one, and the weights they represent."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ def by_block(
     scale = np.empty((rows, columns), np.float32)
     values = np.empty(weights.shape, E4M3)
     dense = np.empty(weights.shape, np.float32)
+
     for row in range(rows):
         for column in range(columns):
             area = np.s_[row * BLOCK : (row + 1) * BLOCK, column * BLOCK : (column + 1) * BLOCK]
@@ -61,6 +62,7 @@ def by_block(
             scale[row, column] = 2.0 ** np.ceil(np.log2(size)) if power_of_two else size
             values[area] = to_e4m3(weights[area] / scale[row, column])
             dense[area] = values[area].astype(np.float32) * scale[row, column]
+
     return values, scale, dense
 
 
@@ -112,15 +114,17 @@ def _scaled(
             .astype(ml_dtypes.bfloat16)
             .astype(np.float32)
         )
+
         values = cast(weights / scale)
         shape = {"scalar": (), "tensor": (1,), "output": scale.shape}[granularity]
         stored = scale.reshape(shape)
+
         stem = name.removesuffix(".weight")
         stored = stored if "q_proj" in name else stored.astype(ml_dtypes.bfloat16)
         extra = {f"{stem}.input_scale": np.ones(1, np.float32)} if has_input_scale else {}
-        return {name: values, f"{stem}.weight_scale": stored, **extra}, values.astype(
-            np.float32
-        ) * scale
+
+        dense = values.astype(np.float32) * scale
+        return {name: values, f"{stem}.weight_scale": stored, **extra}, dense
 
     return quantise
 
@@ -132,8 +136,10 @@ def _packed(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.n
     values = np.clip(np.round(grouped / scale[..., None]), -8, 7).astype(np.int8)
     fields = (values.reshape(len(weights), -1, 8).astype(np.int64) + 8).astype(np.uint32)
     words = (fields << (4 * np.arange(8, dtype=np.uint32))).sum(-1, dtype=np.uint32).view(np.int32)
+
     stem = name.removesuffix(".weight")
     shape = np.array(weights.shape, np.int64)
+
     stored = {
         f"{stem}.weight_packed": words,
         f"{stem}.weight_scale": scale,
@@ -143,7 +149,10 @@ def _packed(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.n
 
 
 def mxfp4(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Stores experts ``[E, in, out]`` in blocks of 32 inputs, the first of two values in the low half of a byte."""
+    """Stores experts ``[E, in, out]`` in blocks of 32 inputs, two values in a byte.
+
+    The first is in the low half.
+    """
     groups = np.swapaxes(weights, 1, 2).reshape(weights.shape[0], weights.shape[2], -1, 32)
     exponent = np.floor(np.log2(np.abs(groups).max(-1))) - 2
     scaled = groups / np.exp2(exponent)[..., None]
@@ -218,7 +227,7 @@ RECIPES = {
 
 
 def quantise(source: Path, directory: Path, recipe: Recipe) -> dict[str, np.ndarray]:
-    """Writes a checkpoint with quantised linear layers and experts; returns the weights that it represents."""
+    """Writes a checkpoint with quantised layers and experts; returns what it represents."""
     values = json.loads((source / "config.json").read_text())
     stored: dict[str, np.ndarray] = {}
     dense: dict[str, np.ndarray] = {}

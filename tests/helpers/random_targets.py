@@ -1,4 +1,4 @@
-"""Random targets of every family, as a ``config.json`` describes them, without transformers or PyTorch."""
+"""Random targets of every family, built from a ``config.json`` without transformers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def of_family(recipe: families.Recipe, vocab_size: int = 13, **options: Any) -> 
 
     def grown(path: tuple, leaf: jax.Array) -> jax.Array:
         if path[-1].key == "embedding" and config.tie_embeddings:
-            return leaf * 0.2 / config.embedding_scale  # lest the model only repeat its last token
+            # Larger, the model would only repeat its last token.
+            return leaf * 0.2 / config.embedding_scale
         if path[-1].key not in _GROWN:
             return leaf
         return (leaf + 0.3 * jax.random.normal(next(keys), leaf.shape)).astype(leaf.dtype)

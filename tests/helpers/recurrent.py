@@ -47,7 +47,7 @@ class Recurrent:
 
 @dataclasses.dataclass(frozen=True)
 class RecurrentTarget:
-    """Embedding, attention with absolute positions, a gated recurrence, a norm, the embedding again."""
+    """Embedding, attention with absolute positions, a gated recurrence, a norm, the embedding."""
 
     vocab_size: int = 13  #: ``V``.
     width: int = 8  #: ``D``, of everything.
@@ -109,7 +109,8 @@ class RecurrentTarget:
         second = first + jnp.tanh(read) @ params["ro"]
         final = second / jnp.sqrt(jnp.mean(second**2, axis=-1, keepdims=True) + 1e-6)
         written = states[:, 1:]
-        if cache is None:  # a prompt needs no state but that after its last token
+        # A prompt needs no state but that after its last token.
+        if cache is None:
             real = jnp.full((batch,), size) if length is None else length
             written = jnp.take_along_axis(states, real[:, None, None, None], axis=1)[:, 0]
         streams = (embedded, first, second, final)
@@ -124,20 +125,18 @@ class RecurrentTarget:
         mask: Bool[Array, "B T T"],
         start: Float[Array, "B K M"],
     ) -> Float[Array, "B T+1 K M"]:
-        """Returns the states before the block and after each node: the parent's decayed state plus an update."""
+        """Returns the states before the block and after each node: decayed, plus an update."""
         size = x.shape[1]
-        others = mask & ~jnp.eye(size, dtype=bool)[None]
-        parents = jnp.max(
-            jnp.where(others, jnp.arange(1, size + 1), 0), axis=-1
-        )  # 0 is the committed state
+        others = mask & ~jnp.eye(size, dtype=bool)
+        # 0 is the committed state.
+        parents = jnp.max(jnp.where(others, jnp.arange(1, size + 1), 0), axis=-1)
         decay = jax.nn.sigmoid(x @ params["gate"])[:, :, None, None]
         added = jnp.einsum("btk,btm->btkm", x @ params["rk"], x @ params["rv"])
         before = jnp.concatenate([start[:, None], jnp.zeros_like(added)], axis=1)
 
         def visit(states: Array, node: Array) -> tuple[Array, None]:
-            of_parent = jnp.take_along_axis(states, parents[:, node][:, None, None, None], axis=1)[
-                :, 0
-            ]
+            parent = parents[:, node][:, None, None, None]
+            of_parent = jnp.take_along_axis(states, parent, axis=1)[:, 0]
             return states.at[:, node + 1].set(decay[:, node] * of_parent + added[:, node]), None
 
         return jax.lax.scan(visit, before, jnp.arange(size))[0]

@@ -1,4 +1,4 @@
-"""A target and a drafter that are tables: the next token's distribution is known exactly, and a token is very cheap.
+"""A target and a drafter that are tables: exact distributions, and very cheap tokens.
 
 The target reads its context through the cache, the mask and the positions that the loop gives it,
 so a wrong slot, a wrong ancestor or a wrong position gives it another context, and the distribution
@@ -26,9 +26,9 @@ from eagle3_jax.types import Draft, DraftSampling, Observation, SamplingParams, 
 
 @dataclasses.dataclass(frozen=True)
 class TableTarget:
-    """The next token depends on the last ``order`` tokens; its parameters are the logits, ``[V^order V]``.
+    """The next token depends on the last ``order`` tokens, by a table of logits.
 
-    A context is the number whose digits in base ``V`` are its tokens, the newest one last; what
+    The table ``[V^order V]`` is its parameters. A context is the number whose digits in base ``V`` are its tokens, the newest one last; what
     stood before the text counts as token 0.
     """
 
@@ -55,13 +55,16 @@ class TableTarget:
         """See :class:`eagle3_jax.types.TargetModel`."""
         block = jnp.stack([tokens, positions], axis=-1).astype(jnp.float32)[:, None]
         keys_values = KeyValue(block, block)
+
         seen_by = mask
         if cache is not None:
             (layer,) = cache.layers
             keys_values = layer.write(keys_values, cache.length)
             seen_by = cache_mask(mask, cache.length, layer.capacity)
+
         token = keys_values.keys[:, 0, :, 0]
         key_positions = keys_values.keys[:, 0, :, 1]
+
         row = jnp.zeros(tokens.shape, jnp.int32)
         for back in range(self.order):
             ancestors = (positions - back).astype(jnp.float32)
@@ -70,6 +73,7 @@ class TableTarget:
                 jnp.int32
             )
             row = row + seen * self.vocab_size**back
+
         final = params[jnp.clip(row, 0, params.shape[0] - 1)]
         features = (
             jnp.stack([final] * len(aux_layers), axis=2)
@@ -92,17 +96,16 @@ class Window:
 
 @dataclasses.dataclass(frozen=True)
 class TableDrafter(ShapedDrafter):
-    """Drafts with the library's own growth from a table ``[V^order W]`` of logits over ``W`` draft ids.
+    """Drafts with the library's own growth from a table of logits.
 
-    Its parameters are the table and the target id of each draft id.
+    Its parameters are the table ``[V^order W]`` over ``W`` draft ids, and the target id of each.
     """
 
     vocab_size: int  #: ``V``.
     order: int  #: Tokens of context.
     topology: Topology = Chain(3)  #: Chain, dynamic tree or static tree.
-    draft_sampling: DraftSampling = (
-        DraftSampling.GREEDY
-    )  #: Whether the tokens of a chain or a static tree are sampled.
+    #: Whether the tokens of a chain or a static tree are sampled.
+    draft_sampling: DraftSampling = DraftSampling.GREEDY
 
     aux_layers = ()
 

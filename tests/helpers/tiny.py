@@ -16,7 +16,7 @@ import jaxtyping
 import numpy as np
 from jaxtyping import Array, Int
 
-from eagle3_jax import drafters
+from eagle3_jax import drafters, load_drafter, load_target
 from eagle3_jax import loop as loops
 from eagle3_jax.cache import Cache, KeyValues
 from eagle3_jax.checks import per_row
@@ -72,9 +72,8 @@ def target(
     """Returns a random target whose next token depends strongly on its context."""
     model = DecoderTarget(config(vocab_size, **options), precision)
     params = copied(_random_params(model, seed))
-    params["embedding"] = (
-        params["embedding"] * 50.0
-    )  # 0.02 as initialised: too faint to matter without training
+    # It is initialised with 0.02, too faint to matter without training.
+    params["embedding"] = params["embedding"] * 50.0
     return LoadedTarget(model, params, vocab_size, model.config.max_positions)
 
 
@@ -83,7 +82,7 @@ random_target = target  # for functions with a parameter `target`
 
 @functools.cache
 def _random_params(model: DecoderTarget, seed: int) -> Any:
-    """Initialises a model once: tests build the same models many times, and each compilation takes a second."""
+    """Initialises a model once: tests build the same models often, and compiling takes long."""
     return model.init(jax.random.key(seed))
 
 
@@ -94,7 +93,7 @@ def _random_network(kind: Any, config: Any, precision: Precision, seed: int) -> 
 
 @functools.partial(jax.jit, static_argnums=0)
 def forward(model: Any, params: Any, tokens: Int[Array, "B T"]) -> tuple[Array, Array]:
-    """Returns logits and final states of texts, by one causal forward pass: no cache, no block, no drafter."""
+    """Returns logits and final states of texts, by one causal pass without a cache."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     final = model(params, tokens, positions, causal_mask(tokens.shape[1])).final
     return model.unembed(params, final), final
@@ -103,7 +102,7 @@ def forward(model: Any, params: Any, tokens: Int[Array, "B T"]) -> tuple[Array, 
 def in_blocks(
     model: DecoderTarget, params: Any, texts: np.ndarray, *, prompt: int, size: int, capacity: int
 ) -> tuple[np.ndarray, Cache]:
-    """Returns the logits after a prompt, ``size`` tokens of every text at a time, and the cache of ``capacity`` slots.
+    """Returns the logits after a prompt, ``size`` tokens of every text at a time, and the cache.
 
     The last block is left out if it is not full.
     """
@@ -141,7 +140,7 @@ def copied(params: Any) -> Any:
 def eagle3(
     target: LoadedTarget, topology: Topology = Chain(3), *, num_layers: int = 1, **options: Any
 ) -> LoadedDrafter:
-    """Returns a random EAGLE-3 head. Its draft ids are a random subset of the target's, in ascending order."""
+    """Returns a random EAGLE-3 head; its draft ids are random, in ascending order."""
     return _of_features(
         target, Eagle3Drafter, Eagle3Config, topology, **{"layers": layers(num_layers), **options}
     )
@@ -203,7 +202,7 @@ def dflash(
     draft_vocab_size: int | None = None,
     **options: Any,
 ) -> LoadedDrafter:
-    """Returns a random block drafter of one layer; its blocks have four tokens and the one before them."""
+    """Returns a random block drafter of one layer, whose blocks draft four tokens."""
     size = draft_vocab_size or target.vocab_size
     fields = {
         "layers": layers(1, qk_norm=True),
@@ -214,11 +213,12 @@ def dflash(
         "own_output": size < target.vocab_size,
         "block_size": 5,
     }
+
     loaded = _random_drafter(target, DFlashDrafter, DFlashConfig, topology, **{**fields, **options})
     if loaded.drafter.config.markov is not None:
-        loaded.params["head"]["markov"]["before"] *= (
-            200.0  # 0.01 as initialised: too faint to matter without training
-        )
+        # It is initialised with 0.01, too faint to matter without training.
+        loaded.params["head"]["markov"]["before"] *= 200.0
+
     return loaded
 
 
@@ -249,23 +249,26 @@ def _random_drafter(
     in_order: bool = True,
     **fields: Any,
 ) -> LoadedDrafter:
-    """Returns a random drafter that shares the target's tables; a field that is ``None`` is left out."""
+    """Returns a random drafter that shares the target's tables; ``None`` leaves a field out."""
     fields = {
         "vocab_size": target.vocab_size,
         "width": target.model.config.width,
         "max_positions": 512,
         **fields,
     }
+
     shape = config(**{name: value for name, value in fields.items() if value is not None})
     topology_option = {} if topology is None else {"topology": topology}
     method = drafter(
         shape, precision=target.model.precision, draft_sampling=draft_sampling, **topology_option
     )
+
     size = fields.get("draft_vocab_size", target.vocab_size)
     ids = None
     if ids_needed or size < target.vocab_size:
         chosen = np.random.default_rng(seed).permutation(target.vocab_size)[:size].astype(np.int32)
         ids = jnp.asarray(np.sort(chosen) if in_order else chosen)
+
     head = copied(_random_network(drafter, shape, target.model.precision, seed))
     return LoadedDrafter(
         method, method.assemble(head, target.model.tables(target.params), draft_to_target=ids)
@@ -280,7 +283,7 @@ def draft_model(
     draft_sampling: DraftSampling = DraftSampling.GREEDY,
     **options: Any,
 ) -> LoadedDrafter:
-    """Returns a random model of one layer that drafts for a target, with the options of :func:`target`."""
+    """Returns a random draft model of one layer, with the options of :func:`target`."""
     small = random_target(
         target.vocab_size,
         seed=seed,
@@ -337,7 +340,10 @@ def next_draft(
 def ragged_rounds(
     tokens: np.ndarray, features: np.ndarray, counts: Sequence[Sequence[int]]
 ) -> Iterator[tuple[np.ndarray, Observation]]:
-    """Shows texts ``[B S]`` in pieces of ``counts`` tokens: yields the known tokens after each, and an observation."""
+    """Shows texts ``[B S]`` in pieces of ``counts`` tokens.
+
+    Yields the known tokens after each piece, and an observation.
+    """
     known = np.zeros(len(tokens), int)
     rows = np.arange(len(tokens))
     longest = max(map(max, counts))
@@ -370,6 +376,7 @@ def prompts(
     length = np.array([len(row) for row in rows], np.int32)
     limits = length + np.asarray(limit, np.int32)
     stops = np.tile(np.array(stop_tokens, np.int32), (len(rows), 1))
+
     return Prompts(
         tokens=jnp.asarray(padded(rows, width)),
         length=jnp.asarray(length),
@@ -398,7 +405,7 @@ def check_same_text(
     max_new_tokens: Any,
     **options: Any,
 ) -> GenerationResult:
-    """Checks that the greedy text with a drafter is that without one, and returns the result with the drafter."""
+    """Checks that drafts leave the greedy text as it is; returns the result with drafts."""
     plain, drafted = (
         SpeculativeDecoder(target, stop_tokens=(), **arguments).generate(
             prompts, max_new_tokens=max_new_tokens
@@ -428,6 +435,13 @@ def random_prompts(
     ]
 
 
+@functools.cache
+def golden_pair(recorder: str, head: str = "eagle3") -> tuple[LoadedTarget, LoadedDrafter]:
+    """Loads the models of a recorded run with the public loaders."""
+    target = load_target(GOLDEN / recorder / "target")
+    return target, load_drafter(GOLDEN / recorder / head, target=target)
+
+
 def golden_trace(name: str) -> dict[str, Any]:
     """Reads a recorded run of another implementation; see ``tests/golden``."""
     return json.loads((GOLDEN / name).read_text())
@@ -435,7 +449,7 @@ def golden_trace(name: str) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Sampled(FixedTree):
-    """Samples every node from a table ``[V V]`` of ``q(. | parent's token)``, its parameters, and declares it.
+    """Samples every node from a table ``[V V]`` of ``q(. | parent's token)``, and declares it.
 
     The released drafters draw siblings without replacement, so this one alone takes independent
     ones through the loop.
@@ -458,7 +472,10 @@ class Sampled(FixedTree):
 
 @dataclasses.dataclass(frozen=True)
 class Scripted(FixedTree):
-    """Proposes the next tokens of its parameters ``[B S]``, plus ``shift``: perfect at 0, never right at 1."""
+    """Proposes the next tokens of its parameters ``[B S]``, plus ``shift``.
+
+    It is perfect at 0 and never right at 1.
+    """
 
     parents: tuple[int, ...] = chain_parents(4)
     shift: int = 0
@@ -475,7 +492,7 @@ class Scripted(FixedTree):
 
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
-    """Switches off the shape checks of this test suite, which would raise before the library's own checks."""
+    """Switches off the suite's shape checks, which raise before the library's own."""
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
         yield
@@ -484,7 +501,7 @@ def unchecked() -> Iterator[None]:
 
 
 def known(tree: Any) -> Any:
-    """Returns a state with zeros in the slots after the committed ones, whose content has no meaning."""
+    """Returns a state with zeros behind the committed slots, where content has no meaning."""
 
     def clean(leaf: Any) -> Any:
         if not isinstance(leaf, Cache):

@@ -83,14 +83,12 @@ class MTP(FeedbackHead):
         draw = self.draw()
         name = self.prefix
         norms = (
-            "enorm",
-            "hnorm",
-            "shared_head.norm",
-            "input_layernorm",
-            "post_attention_layernorm",
-        )
+            "enorm", "hnorm", "shared_head.norm", "input_layernorm", "post_attention_layernorm",
+        )  # fmt: skip
+
         out = {f"{name}.eh_proj.weight": draw(self.width, 2 * self.width)}
         out |= self.block_tensors(draw, name, norms=norms, bias=self.biased)
+
         if self.own_embedding:
             out[f"{name}.embed_tokens.weight"] = draw(self.vocab, self.width)
         if self.own_output:
@@ -103,7 +101,7 @@ class MTP(FeedbackHead):
 
 
 def network(head: Eagle1 | MTP, w: dict[str, Any]) -> Any:
-    """Returns a function that runs a head over a whole sequence of embedded tokens and states from position 0."""
+    """Returns a function that runs a head over embedded tokens and states from position 0."""
     import torch
 
     layers = TorchLayers(head, w)

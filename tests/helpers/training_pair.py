@@ -32,9 +32,10 @@ class Pair(NamedTuple):
 
 
 def random_pair() -> Pair:
-    """Returns a random target and head with grouped queries, and with different widths wherever possible."""
+    """Returns a random target and head with grouped queries, and unlike widths if possible."""
     mixer = GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=6)
     config = DecoderConfig(vocab_size=VOCAB, width=16, layers=uniform(2, mixer, GatedMLP(width=24)))
+
     head = Eagle3Config(
         vocab_size=VOCAB,
         width=12,
@@ -44,10 +45,12 @@ def random_pair() -> Pair:
         target_width=16,
         aux_layers=(0, 1, 2),
     )
+
     target = DecoderTarget(config)
     drafter = Eagle3Drafter(head, Chain(STEPS))
     keys = jax.random.split(jax.random.key(0), 3)
     embedding = jax.random.normal(keys[2], (VOCAB, 12))
+
     frozen = {
         "target_params": target.init(keys[0]),
         "embedding": embedding,

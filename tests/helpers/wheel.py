@@ -31,7 +31,8 @@ for module in pkgutil.walk_packages(eagle3_jax.__path__, "eagle3_jax."):
         importlib.import_module(module.name)
     except ModuleNotFoundError as error:  # `eagle3 serve` needs its extra
         assert error.name in ("starlette", "uvicorn", "prometheus_client"), module.name
-assert "site-packages" in eagle3_jax.__file__ and "eagle3_jax.conversion.targets" in __import__("sys").modules
+assert "site-packages" in eagle3_jax.__file__
+assert "eagle3_jax.conversion.targets" in __import__("sys").modules
 """
 PICKLE = """
 import pathlib, torch
@@ -57,13 +58,9 @@ class Environment:
 
     def pip(self, *arguments: object) -> None:
         command = [
-            self.bin / "python",
-            "-m",
-            "pip",
-            "-q",
-            "--disable-pip-version-check",
+            self.bin / "python", "-m", "pip", "-q", "--disable-pip-version-check",
             *map(str, arguments),
-        ]
+        ]  # fmt: skip
         subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
 
     def run(self, program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -90,10 +87,12 @@ def check_contents(wheel: Path, sdist: Path) -> None:
     assert wheel.stat().st_size < LARGEST, wheel.stat().st_size
     with zipfile.ZipFile(wheel) as archive:
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}
+
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     tracked = listed.stdout.split("\n")
+
     # `conversion` is at the top of the repository and is installed as a part of the library, where
     # no module of a user's own can stand in its way.
     expected = {name for name in tracked if name.startswith("eagle3_jax/")} - {
@@ -101,10 +100,12 @@ def check_contents(wheel: Path, sdist: Path) -> None:
     }
     expected |= {f"eagle3_jax/{name}" for name in tracked if name.startswith("conversion/")}
     assert inside == expected, inside ^ expected
+
     assert {
         "eagle3_jax/assets/target/model.safetensors",
         "eagle3_jax/assets/eagle3/config.json",
     } <= inside
+
     with tarfile.open(sdist) as archive:
         top = {Path(name).parts[1] for name in archive.getnames()}
     promised = set(PROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]) | {
@@ -115,21 +116,25 @@ def check_contents(wheel: Path, sdist: Path) -> None:
 
 
 def check_alone(fresh: Environment) -> None:
-    """Generates, inspects, plans and converts without any extra; errors name the extra that is missing."""
+    """Generates, inspects, plans and converts without extras; errors name the missing one."""
     fresh.works("python", "-c", IMPORT_ALL)
     # A user's own module of that name, in the directory that Python looks into first.
     (fresh.work / "conversion.py").write_text("raise ImportError('this is not the library')")
     fresh.works("python", "-c", "import eagle3_jax as e3; e3.load_drafter(target=e3.load_target())")
+
     row = json.loads(
         fresh.works("eagle3", "generate", "def f(x):", "--max-new-tokens", "8", "--json")
     )
     assert row["token_ids"] and row["text"], row
+
     pair = [json.loads(line) for line in fresh.works("eagle3", "inspect", "--json").splitlines()]
     assert [model["loadable"] for model in pair] == [True, True]
     target, head = (model["source"] for model in pair)
     assert "site-packages" in target
+
     assert json.loads(fresh.works("eagle3", "plan", "memory", "--json"))["fits"] is True
     fresh.works("eagle3", "convert", head, "head", "--to", "vllm", "--target", target)
+
     pickled = fresh.work / "pickle"
     pickled.mkdir()
     (pickled / "config.json").write_text("{}")
@@ -159,16 +164,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--extras", default="plot", help="comma-separated; none to skip them")
     extras = [extra for extra in parser.parse_args().extras.split(",") if extra not in ("", "none")]
+
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         builder = Environment(folder, "build")
         builder.pip("install", "--no-compile", *PROJECT["build-system"]["requires"])
         build = [builder.bin / "python", "-m", "hatchling", "build", "-d", folder / "dist"]
         subprocess.run(build, cwd=ROOT, check=True)
+
         (wheel,) = (folder / "dist").glob("*.whl")
         (sdist,) = (folder / "dist").glob("*.tar.gz")
         check_contents(wheel, sdist)
         print("built, and holds what it should", flush=True)
+
         fresh = Environment(folder, "fresh")
         fresh.pip("install", "--no-compile", wheel)
         fresh.works("python", "-m", "pip", "check")
@@ -176,6 +184,7 @@ def main() -> None:
         print("generates, inspects, plans and converts", flush=True)
         check_certificates(Environment(folder, "bare"), wheel)
         print("certifies with numpy, scipy and httpx alone", flush=True)
+
         if extras:
             check_extras(fresh, wheel, extras)
             print(f"does what {', '.join(extras)} promise", flush=True)

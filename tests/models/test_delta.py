@@ -1,4 +1,4 @@
-"""The gated delta net against that of transformers, for texts, blocks and trees, and the state after a commit."""
+"""The gated delta net against transformers' on texts, blocks and trees, and its commits."""
 
 from __future__ import annotations
 
@@ -49,11 +49,8 @@ def theirs() -> Any:
     with torch.no_grad():
         for name, value in layer.named_parameters():
             noise = torch.randn(value.shape, generator=generator)
-            value.copy_(
-                {"norm.weight": 1 + 0.3 * noise, "A_log": 0.5 * noise, "dt_bias": noise}.get(
-                    name, 0.4 * noise
-                )
-            )
+            special = {"norm.weight": 1 + 0.3 * noise, "A_log": 0.5 * noise, "dt_bias": noise}
+            value.copy_(special.get(name, 0.4 * noise))
     return layer
 
 
@@ -70,11 +67,13 @@ def ours() -> tuple[Any, Any]:
     layer = GatedDeltaNet(
         MIXER, d_in=WIDTH, width=WIDTH, norm_eps=EPS, precision=FLOAT32, rngs=nnx.Rngs(0)
     )
+
     weights = {name: value.detach().numpy() for name, value in theirs().named_parameters()}
     flat = weights["conv1d.weight"].T
     keys = MIXER.num_key_heads * MIXER.key_dim
     heads = MIXER.num_key_heads
     parts = [part.reshape(4, 1, heads, -1) for part in np.split(flat, [keys, 2 * keys], axis=-1)]
+
     params = {
         "qkvz": {"kernel": weights["in_proj_qkvz.weight"].T},
         "ba": {"kernel": weights["in_proj_ba.weight"].T},
@@ -84,6 +83,7 @@ def ours() -> tuple[Any, Any]:
         "norm": {"scale": weights["norm.weight"]},
         "o": {"kernel": weights["out_proj.weight"].T},
     }
+
     graph, state = nnx.split(layer)
     nnx.replace_by_pure_dict(state, jax.tree.map(jnp.asarray, params))
     return graph, state
@@ -168,14 +168,18 @@ def test_a_committed_path_is_bit_for_bit_what_its_tokens_alone_leave() -> None:
     text = draw(0, BATCH, 9, WIDTH)
     nodes = draw(1, BATCH, 7, WIDTH)
     rows = np.arange(BATCH)[:, None]
+
     cache = after(text)
     more = draw(2, BATCH, 3, WIDTH)
+
     tree, written = run(nodes, ancestor_mask(jnp.asarray(PARENTS), 7), cache)
     of_tree = COMMIT(cache, (written,), jnp.asarray(COUNTS), jnp.asarray(PATHS))
     chain, written = run(nodes[rows, PATHS], causal_mask(4), cache)
     of_chain = COMMIT(cache, (written,), jnp.asarray(COUNTS))
+
     for row, count in enumerate(COUNTS):
         assert np.array_equal(tree[row, PATHS[row, :count]], chain[row, :count])
+
     assert same_bits(state_of(of_tree), state_of(of_chain))
     assert not np.array_equal(state_of(of_tree).state, state_of(cache).state)
     assert same_bits(
@@ -185,7 +189,10 @@ def test_a_committed_path_is_bit_for_bit_what_its_tokens_alone_leave() -> None:
 
 @pytest.mark.parametrize("size", [(2, 2, 2, 8, 4), (1, 4, 6, 64, 32), (3, 1, 3, 16, 16)], ids=str)
 def test_a_node_computes_the_bits_of_a_token_alone(size: tuple[int, ...]) -> None:
-    """Compares a tree with single tokens, after the projections, whose sums may depend on the number of rows."""
+    """Compares a tree with single tokens, behind the projections.
+
+    The sums of projections may depend on the number of rows.
+    """
     batch, heads, group, dk, dv = size
     mixer = GatedDelta(num_key_heads=heads, num_value_heads=heads * group, key_dim=dk, value_dim=dv)
     layer = GatedDeltaNet(mixer, d_in=8, width=8, norm_eps=EPS, precision=FLOAT32, rngs=nnx.Rngs(1))
@@ -228,10 +235,12 @@ def test_a_row_of_which_nothing_stays_keeps_its_bits() -> None:
     cache = after(draw(0, BATCH, 9, WIDTH))
     nodes = draw(1, BATCH, 7, WIDTH)
     _, written = run(nodes, ancestor_mask(jnp.asarray(PARENTS), 7), cache)
+
     for count, path in (([0, 3], PATHS), ([0, 3], None)):
         moved = COMMIT(
             cache, (written,), jnp.asarray(count), None if path is None else jnp.asarray(path)
         )
+
         for leaf, before in zip(
             *map(jax.tree.leaves, (state_of(moved), state_of(cache))), strict=True
         ):
@@ -242,7 +251,7 @@ def test_a_row_of_which_nothing_stays_keeps_its_bits() -> None:
 @pytest.mark.torch
 @pytest.mark.parametrize("size", [9, 100])
 def test_padding_leaves_no_trace(size: int) -> None:
-    """Rows of different lengths, also shorter than the window, with different padding after them."""
+    """Rows of different lengths, also shorter than the window, with different padding."""
     x = draw(0, BATCH, size, WIDTH)
     length = np.array([size - 2, 2])
     cache = after(x, length)
@@ -265,9 +274,8 @@ def test_a_batch_for_training_hides_its_padding_by_the_mask() -> None:
     for actual, expected in zip(
         *map(jax.tree.leaves, (written, state_of(after(x, length)))), strict=True
     ):
-        np.testing.assert_allclose(
-            actual, expected, atol=1e-5
-        )  # two programs, which may sum in another order
+        # Two programs, which may sum in another order.
+        np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
 def test_a_text_holds_no_state_for_each_of_its_tokens() -> None:

@@ -31,7 +31,7 @@ def target() -> e3.LoadedTarget:
 
 
 def test_a_head_drafts_trees_and_the_text_is_the_target_s_own() -> None:
-    """Ragged prompts and limits: drafts are refused half-way, and rows continue next to others that have ended."""
+    """Ragged prompts and limits: drafts are refused half-way, and rows outlive others."""
     result = tiny.check_same_text(
         target(), tiny.eagle3(target(), TREE), PROMPTS, max_new_tokens=LIMITS
     )

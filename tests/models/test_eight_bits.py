@@ -1,4 +1,4 @@
-"""Weights in FP8 and int8: drafts change nothing, drafters have the weights of their target, meshes divide scales."""
+"""Weights in FP8 and int8: unchanged by drafts, shared with drafters, divided by meshes."""
 
 from __future__ import annotations
 
@@ -63,15 +63,19 @@ def test_a_drafter_has_the_weights_of_its_target_and_changes_nothing(
 ) -> None:
     path = write_llama(tmp_path / "target")
     files = CHECKPOINTS[name](tmp_path / "drafter")
+
     target = e3.load_target(path, weights=weights)
     dense = e3.load_drafter(files, target=e3.load_target(path))
     drafter = e3.load_drafter(files, target=target)
+
     is_kernel = lambda leaf: isinstance(leaf, EightBitKernel)
     kernels = list(filter(is_kernel, jax.tree.leaves(drafter.params, is_leaf=is_kernel)))
     assert kernels
     assert all(kernel.dynamic == (weights != "fp8") for kernel in kernels)
+
     saved = sum(4 * math.prod(kernel.shape) - kernel.nbytes for kernel in kernels)  # of float32
     assert bytes_of(dense.params) - bytes_of(drafter.params) == saved > 0
+
     assert tiny.check_same_text(target, drafter, PROMPTS, max_new_tokens=16).lossless
 
 

@@ -1,4 +1,4 @@
-"""Every family of targets: results of transformers, round trips of files, and drafts of any head."""
+"""Every family of targets: results of transformers, round trips of files, any head's drafts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ FEW = ("llama", "gpt_oss", "deepseek_v3", "qwen3_5_text")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Returns a function from a recipe to the directory of its model, in the layout of transformers."""
+    """Returns a function from a recipe to the directory of its model, as transformers writes."""
     root = tmp_path_factory.mktemp("families")
 
     def of(name: str) -> Path:
@@ -77,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Texts take most of the time. One family for each kind of layer is enough beyond the logits."""
+    """Texts are slow: one family for each kind of layer is enough beyond the logits."""
     if metafunc.function is test_greedy_text_is_that_of_transformers_plain_and_behind_any_draft:
         parametrize(metafunc, RECIPES | WRAPPED, FEW)
 
@@ -149,7 +149,7 @@ def test_what_came_in_goes_out_again(folder: Any, tmp_path: Path, name: str) -> 
     with torch.no_grad():
         logits = loaded(torch.from_numpy(truth(name).tokens)[None], use_cache=False).logits[0]
     # The files are equal byte for byte; PyTorch's sums depend on where in memory their operands
-    # lie.
+    # are.
     np.testing.assert_allclose(logits.numpy(), truth(name).logits, atol=1e-5)
     for path in (folder(name), tmp_path / "native"):
         description = conversion.describe(path)
@@ -481,6 +481,7 @@ def test_a_target_that_its_family_cannot_say_is_not_written(tmp_path: Path, name
 
 def test_layers_of_two_windows_are_not_written_as_one(tmp_path: Path) -> None:
     source = conversion.read_target(write_llama(tmp_path / "target"))
+
     two = tuple(
         layer
         for window in (5, 7)
@@ -488,8 +489,10 @@ def test_layers_of_two_windows_are_not_written_as_one(tmp_path: Path) -> None:
             4, GroupedQuery(**LAYER, qkv_bias=True, window=window), GatedMLP(width=24)
         )
     )
+
     checkpoint = dataclasses.replace(
         source, family=FAMILIES["qwen2"], config=dataclasses.replace(source.config, layers=two)
     )
+
     with pytest.raises(CheckpointError, match=r"Qwen2 cannot express layers\[4\]\.mixer\.window 7"):
         conversion.write_target(checkpoint, tmp_path / "out")

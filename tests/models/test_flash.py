@@ -1,4 +1,4 @@
-"""The attention kernel for GPUs, interpreted with JAX's own operations, against attention by XLA."""
+"""The attention kernel for GPUs, interpreted with JAX's operations, against XLA."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def random(seed: int, *shape: int, dtype=jnp.float32) -> jax.Array:
 
 
 def tree_mask(tokens: int) -> jax.Array:
-    """Returns the mask of a random tree: every token sees itself, an earlier token and its ancestors."""
+    """Returns the mask of a random tree: a token sees itself, an earlier one, its ancestors."""
     rng = np.random.default_rng(tokens)
     mask = np.eye(tokens, dtype=bool)
     for token in range(1, tokens):
@@ -60,7 +60,7 @@ def check_attention(
     size: int,
     scoring: Scoring = Scoring(),
 ) -> None:
-    """Compares with attention under the last of the masks; with the others the kernel has to give the same."""
+    """Compares with attention under the last mask; with the others the kernel gives the same."""
     expected = attention(queries, (Segment(kv, masks[-1]),), (), scoring)
     options = {
         "scale": scoring.factor(queries.shape[-1]),
@@ -80,12 +80,13 @@ def test_it_is_attention(shape: tuple[int, ...]) -> None:
     kv = KeyValue(
         random(1, batch, kv_heads, capacity, size), random(2, batch, kv_heads, capacity, width)
     )
+
     length = jnp.asarray(
         np.random.default_rng(0).integers(0, capacity - tokens + 1, batch), jnp.int32
     )
-    trees = jnp.concatenate(
-        [tree_mask(tokens), *[causal_mask(tokens)] * (batch - 1)]
-    )  # one for each row
+    # One for each row.
+    trees = jnp.concatenate([tree_mask(tokens), *[causal_mask(tokens)] * (batch - 1)])
+
     for mask, kernel_mask in ((trees, trees), (trees[:1], trees[:1]), (causal_mask(tokens), None)):
         check_attention(
             queries, kv, (kernel_mask, cache_mask(mask, length, capacity)), length, tokens
@@ -117,7 +118,7 @@ def test_scales_caps_sinks_and_windows(scoring: Scoring, span: Span) -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_token_has_the_same_bits_wherever_its_block_begins(dtype) -> None:
-    """Compares tokens 102 to 105 in a block from 100 and in one from 102 that has garbage after its end."""
+    """Compares tokens 102 to 105 in a block from 100 and in one with garbage after its end."""
     queries = random(0, 1, 6, 8, 16, dtype=dtype)
     kv = KeyValue(*(random(seed, 1, 2, 256, 16, dtype=dtype) for seed in (1, 2)))
     garbage = KeyValue(*(buffer.at[:, :, 106:].set(1e4) for buffer in kv))
@@ -189,9 +190,8 @@ def test_generation_with_the_kernel_writes_the_same_tokens(
     expected = generate()
     assert not calls
     monkeypatch.setattr(flash, "flash_attention", counted)
-    monkeypatch.setattr(
-        flash, "is_supported", lambda queries, kv: True
-    )  # float32 has no near ties here
+    # In float32 no logits nearly tie here.
+    monkeypatch.setattr(flash, "is_supported", lambda queries, kv: True)
     jax.clear_caches()
     with flash.enabled(True):
         assert generate() == expected
@@ -207,9 +207,8 @@ def test_which_arrays_the_kernel_takes() -> None:
     assert taken()
     assert not taken(tokens=129)  # a prompt
     assert not taken(size=96)
-    assert not taken(
-        dtype=jnp.float32
-    )  # in full precision its products are slow to compile and to run
+    # In full precision its products are slow to compile and to run.
+    assert not taken(dtype=jnp.float32)
     mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh):
         assert not taken()
@@ -230,15 +229,18 @@ def test_the_kernel_is_on_for_gpus_on_which_it_is_right(
     device = types.SimpleNamespace(
         platform=platform, device_kind="NVIDIA H200", compute_capability=capability
     )
+
     monkeypatch.setattr(jax, "devices", lambda: [device])
     monkeypatch.setattr(
         flash, "agrees_with_reference", lambda attend: agrees and attend is flash.flash_attention
     )
     assert flash.is_enabled() == is_enabled
+
     monkeypatch.setenv("EAGLE3_ATTENTION", "xla")
     assert not flash.is_enabled()
     with flash.enabled(True):
         assert not flash.is_enabled()
+
     monkeypatch.setenv("EAGLE3_ATTENTION", "cudnn")
     with pytest.raises(ValueError, match="EAGLE3_ATTENTION is 'cudnn'; expected xla"):
         flash.is_enabled()

@@ -34,15 +34,18 @@ def test_fp8_of_a_file_is_kept_bit_for_bit(tmp_path: Path, name: str) -> None:
     stored, dense = written(tmp_path, name)
     target = e3.load_target(stored, weights="fp8")
     tensors = read_tensors(stored)
+
     kernel = target.params["blocks"][1]["attention"]["o"]["kernel"]
     assert (
         np.asarray(kernel.values).tobytes()
         == tensors["model.layers.1.self_attn.o_proj.weight"].tobytes()
     )
+
     for path, leaf in rules.flatten(conversion.read_target(dense).params):
         stored_leaf: Any = target.params
         for key in path.split("."):
             stored_leaf = stored_leaf[int(key) if key.isdecimal() else key]
+
         assert isinstance(stored_leaf, Fp8Kernel) == (
             path.startswith("blocks") and path.endswith("kernel")
         ), path
@@ -80,14 +83,16 @@ def test_a_product_is_that_of_the_kernel_it_stands_for(
     random = np.random.default_rng(rows)
     kernel, dense = random_kernel(random, 40, block)
     x = jnp.asarray(random.normal(0, 1, (rows, 40)), precision.activations)
+
     operands = np.asarray(x.astype(precision.operands)).astype(np.float64)
     sizes = np.abs(operands) @ np.abs(dense)
     error = (
         np.abs(np.asarray(product(x, kernel, precision)).astype(np.float64) - operands @ dense)
         / sizes
     )
-    # Of one rounding to bfloat16 at most where operands or results are: with scales for channels
-    # the kernel has none.
+
+    # Where operands or results are bfloat16, of one rounding at most: a kernel with scales for
+    # channels has none.
     exact = precision is FLOAT32 or (precision is MIXED and block == 40)
     assert error.max() < (1e-6 if exact else 2**-8)
     assert exact or error.max() > 1e-5
@@ -99,16 +104,20 @@ def test_a_dynamic_product_is_that_of_both_rounded(precision: Precision, block: 
     random = np.random.default_rng(0)
     kernel, dense = random_kernel(random, 40, block, dynamic=True)
     sizes = np.array([1e-3, 1, 500, 0, 30], np.float32)
+
     x = random.normal(0, 1, (5, 40)).astype(np.float32) * sizes[:, None]
     expected = np.zeros((5, 24))
+
     for start in range(0, 40, block):
         part = x[:, start : start + block]
         of_row = np.maximum(np.abs(part).max(1, keepdims=True), np.float32(1e-30)) / np.float32(448)
         rounded = by_hand.to_e4m3(part / of_row).astype(np.float64) * of_row
         expected += rounded @ dense[start : start + block]
+
     actual = np.asarray(product(jnp.asarray(x), kernel, precision))
     assert np.all(np.abs(actual - expected) <= 1e-5 * np.abs(expected).max(1, keepdims=True))
-    assert not actual[3].any()  # a row of zeros, whose scale would be none
+    # A row of zeros has no scale of its own.
+    assert not actual[3].any()
 
 
 def test_experts_in_fp8_are_those_they_stand_for_in_every_form() -> None:
@@ -148,12 +157,12 @@ def test_router_and_gates_of_experts_are_not_rounded() -> None:
         num_experts=4, per_token=2, width=12, router="softmax", shared_width=8, shared_gate=True
     )
     layer = LayerConfig(mixer=layers(24)[0].mixer, mlp=experts)
+
     model = DecoderTarget(DecoderConfig(vocab_size=61, width=32, layers=(layer,), max_positions=64))
-    rounded = {
-        path
-        for path, product_kind in rules.flatten(model.param_products())
-        if product_kind == LAYER
-    }
+
+    products = rules.flatten(model.param_products())
+    rounded = {path for path, product_kind in products if product_kind == LAYER}
+
     assert rounded == {
         "blocks.0.attention.qkv.kernel", "blocks.0.attention.o.kernel", "blocks.0.mlp.gate_up", "blocks.0.mlp.down",
         "blocks.0.mlp.shared.gate_up.kernel", "blocks.0.mlp.shared.down.kernel",
@@ -165,19 +174,21 @@ def test_rounding_on_load_is_to_the_nearest_value() -> None:
     every = np.unique(every[np.isfinite(every)])
     weights = np.random.default_rng(0).normal(0, 1, (3, 50, 20)).astype(np.float32)
     weights[1, :, 4] = 0
-    weights[2, 7, 5] = (
-        1e30  # with a scale that is not its own it would overflow, and in E4M3 that is NaN
-    )
+    # With a scale that is not its own it would overflow, and in E4M3 that is NaN.
+    weights[2, 7, 5] = 1e30
+
     kernel = quantise(weights)
     scale = np.asarray(kernel.scale)
     assert scale.shape == (3, 1, 20)
     assert scale[1, 0, 4] == 1
     np.testing.assert_array_equal(scale[0, 0], np.abs(weights[0]).max(0) / np.float32(448))
+
     scaled = weights / scale
     nearest = np.abs(scaled[..., None] - every).min(-1)
     stored = np.swapaxes(np.asarray(kernel.values), -1, -2).astype(np.float32)
     np.testing.assert_array_equal(np.abs(scaled - stored), nearest)
     assert np.abs(stored).max() == 448
+
     np.testing.assert_array_equal(kernel.dense(jnp.float32), stored * scale)
     assert kernel[1].shape == (50, 20)
     assert kernel.shape == (3, 50, 20)
@@ -187,19 +198,24 @@ def test_a_dense_target_is_rounded_where_products_read_it_and_nowhere_else(tmp_p
     path = plain(tmp_path / "target")
     dense = e3.load_target(path)
     fp8 = e3.load_target(path, weights="fp8")
+
     assert dense.weights == "dense"
     assert fp8.weights == "fp8"
+
     for name in ("embedding", "head", "norm"):
         assert same_params(
             {name: jax.device_get(dense.params[name])}, {name: jax.device_get(fp8.params[name])}
         )
+
     kernels = [leaf for leaf in jax.tree.leaves(fp8.params, is_leaf=_is_fp8) if _is_fp8(leaf)]
     assert len(kernels) == 4 * LAYERS
+
     model: Any = fp8.model
     expected = eight_bit_shapes(model.param_shapes(), model.param_products(), "fp8")
     assert jax.tree.map(lambda leaf: leaf.shape, fp8.params) == jax.tree.map(
         lambda leaf: leaf.shape, expected
     )
+
     fused = fp8.params["blocks"][0]["mlp"]["gate_up"]["kernel"]
     assert fused.nbytes == 32 * 48 + 4 * 48  # a byte a weight, and a scale for every output
 
@@ -215,9 +231,8 @@ def test_what_a_file_leaves_dense_stays_dense(tmp_path: Path) -> None:
     edit_tensors(stored, **{name: values, f"{name}_scale": None})
     blocks = e3.load_target(stored, weights="fp8").params["blocks"]
     assert _is_fp8(blocks[0]["attention"]["qkv"]["kernel"])
-    assert not _is_fp8(
-        blocks[1]["attention"]["qkv"]["kernel"]
-    )  # queries, keys and values are one product
+    # Queries, keys and values are one product.
+    assert not _is_fp8(blocks[1]["attention"]["qkv"]["kernel"])
     assert same_params(conversion.read_target(stored).params, conversion.read_target(dense).params)
 
 
@@ -227,6 +242,7 @@ def test_commands_say_how_a_target_is_stored(tmp_path: Path, cli: Any) -> None:
     described = json.loads(out)
     assert code == 0
     assert described["loadable"]
+
     assert (
         described["quantisation"]
         == f"int4 of compressed-tensors, a scale for {GROUP} inputs of an output"
@@ -235,22 +251,19 @@ def test_commands_say_how_a_target_is_stored(tmp_path: Path, cli: Any) -> None:
         leaf.size for _, leaf in rules.flatten(conversion.read_target(path).params)
     )
     assert "quantised: int4" in conversion.diagnose(path, tmp_path / "nowhere")[0].detail
+
     command = [
-        "generate",
-        "--target",
-        path,
-        "--drafter",
-        "none",
-        "--prompt-ids",
-        "[1, 2]",
-        "--max-new-tokens",
-        3,
-    ]
+        "generate", "--target", path, "--drafter", "none", "--prompt-ids", "[1, 2]",
+        "--max-new-tokens", 3,
+    ]  # fmt: skip
+
     code, out, _ = cli(*command, "--weights", "fp8", "--json")
     assert code == 0
     assert json.loads(out)["weights"] == "fp8"
+
     _, out, _ = cli(*command, "--weights", "fp8-dynamic")
     assert "weights: fp8-dynamic; lossless relative to the target with these weights" in out
+
     code, _, err = cli(*command, "--weights", "int4")
     assert code == 2
     assert err == "error: weights 'int4' are not known; use one of dense, fp8, fp8-dynamic, int8\n"

@@ -34,18 +34,22 @@ def test_a_product_is_that_of_integers(rows: int, is_table: bool) -> None:
     random = np.random.default_rng(rows)
     inputs = 40
     outputs = 24
+
     values = random.integers(
         -128, 128, (outputs, inputs) if is_table else (inputs, outputs)
     ).astype(np.int8)
     scale = random.uniform(0.001, 0.1, outputs).astype(np.float32)
     kernel = Int8Kernel(values=jnp.asarray(values), scale=jnp.asarray(scale), is_table=is_table)
+
     x = random.normal(0, 1, (rows, inputs)).astype(np.float32) * np.float32(30)
     x[-1] = 0  # a row of zeros, which has no scale of its own
+
     largest = np.abs(x).max(1, keepdims=True)
     of_row = np.where(largest > 0, largest / np.float32(127), np.float32(1))
     integers = np.rint(x / of_row).astype(np.int64)
     sums = integers @ (values.T if is_table else values).astype(np.int64)
     expected = sums.astype(np.float32) * of_row * scale
+
     np.testing.assert_array_equal(np.asarray(int8_product(jnp.asarray(x), kernel)), expected)
 
 
@@ -57,25 +61,33 @@ def test_a_rotated_kernel_is_nearest_to_the_rotated_matrix(inputs: int, is_table
     weights = random.normal(0, 1, (inputs, outputs)).astype(np.float32)
     weights[:, 3] = 0
     kernel = quantise_int8(weights.T if is_table else weights, is_table=is_table)
+
     assert kernel.rotation == (8 if inputs == 24 else 64)
     rotated = whole_rotation(inputs, kernel.rotation) @ weights
+
     scale = np.asarray(kernel.scale)
     values = np.asarray(kernel.values).T if is_table else np.asarray(kernel.values)
     np.testing.assert_allclose(
         scale, np.where(rotated.any(0), np.abs(rotated).max(0) / 127, 1), rtol=1e-6
     )
+
     assert np.abs(rotated / scale - values).max() <= 0.5 + 1e-4
     assert set(np.abs(values).max(0)) == {127, 0}
+
     dense = np.asarray(kernel.dense(jnp.float32))
     expected = whole_rotation(inputs, kernel.rotation) @ (values * scale)
     np.testing.assert_allclose(dense.T if is_table else dense, expected, atol=1e-5)
+
     if is_table:
         tokens = jnp.asarray([[3, 7]])
         np.testing.assert_allclose(embed(kernel, tokens, FLOAT32)[0], dense[[3, 7]], atol=1e-6)
 
 
 def test_a_rotation_keeps_the_precision_of_rows_with_one_large_value() -> None:
-    """Without a rotation the large activation takes the bits of the others: the error is over three times larger."""
+    """Without a rotation the large activation takes the others' bits.
+
+    The error is over three times larger.
+    """
     random = np.random.default_rng(0)
     inputs = 128
     outputs = 64
@@ -97,18 +109,21 @@ def test_a_rotation_keeps_the_precision_of_rows_with_one_large_value() -> None:
 
 
 def test_values_and_scales_of_a_published_file_are_kept_bit_for_bit(tmp_path: Path) -> None:
-    """W8A8 of compressed-tensors is not rotated, as in other engines; tensors that are dense in the file stay dense."""
+    """W8A8 of compressed-tensors is not rotated, and tensors dense in the file stay dense."""
     stored, _ = written(tmp_path, "int8")
     target = e3.load_target(stored, weights="int8")
     tensors = read_tensors(stored)
     kernel = target.params["blocks"][1]["attention"]["o"]["kernel"]
+
     assert isinstance(kernel, Int8Kernel)
     assert kernel.rotation == 1
+
     name = "model.layers.1.self_attn.o_proj.weight"
     np.testing.assert_array_equal(np.asarray(kernel.values), tensors[name].T)
     np.testing.assert_array_equal(
         np.asarray(kernel.scale), tensors[f"{name}_scale"].astype(np.float32)[:, 0]
     )
+
     assert not isinstance(target.params["head"]["kernel"], Int8Kernel)
     kernels = [leaf for leaf in jax.tree.leaves(target.params, is_leaf=is_int8) if is_int8(leaf)]
     assert len(kernels) == 4 * LAYERS
@@ -123,6 +138,7 @@ def test_layers_and_output_matrix_are_integers(tmp_path: Path) -> None:
     untied: Any = e3.load_target(plain(tmp_path / "target"), weights="int8").params
     tied: Any = random_targets.in_eight_bits(tiny.target(61, tie_embeddings=True), "int8").params
     assert is_int8(untied["head"]["kernel"])
+
     assert not is_int8(untied["embedding"])
     assert tied["embedding"].is_table
     for block in (*untied["blocks"].values(), *tied["blocks"].values()):
@@ -141,12 +157,14 @@ def test_a_tied_table_gives_the_logits_of_its_transpose(precision: Any, rows: in
     random = np.random.default_rng(rows)
     table = jnp.asarray(random.normal(0, 1, (50, 32)), precision.operands)
     x = jnp.asarray(random.normal(0, 1, (rows, 32)), jnp.float32)
+
     by_table, slopes = jax.value_and_grad(
         lambda x, table: product_by_table(x, table, precision).sum(), (0, 1)
     )(x, table)
     transposed, expected = jax.value_and_grad(
         lambda x, table: product(x, table.T, precision).sum(), (0, 1)
     )(x, table)
+
     np.testing.assert_allclose(by_table, transposed, rtol=1e-5)
     for slope, expected_slope in zip(slopes, expected, strict=True):
         np.testing.assert_allclose(
@@ -155,7 +173,10 @@ def test_a_tied_table_gives_the_logits_of_its_transpose(precision: Any, rows: in
 
 
 def test_one_row_of_a_tied_table_converts_no_table_on_cpus() -> None:
-    """In mixed precision XLA converted the table to float32 in every step, which took ten times the product's time."""
+    """In mixed precision XLA converted the table to float32 in every step.
+
+    That took ten times as long as the product.
+    """
     table = jax.ShapeDtypeStruct((512, 64), jnp.bfloat16)
     row = jax.ShapeDtypeStruct((1, 1, 64), jnp.float32)
     program = (
@@ -174,7 +195,7 @@ def test_one_row_of_a_tied_table_converts_no_table_on_cpus() -> None:
 def test_logits_have_the_same_bits_alone_in_blocks_and_in_batches(
     rows: int, size: int, capacity: int
 ) -> None:
-    """On CPUs, one different bit would change a rounding of activations, and logits would be off by a tenth.
+    """On CPUs one different bit would change a rounding, and logits would be off by a tenth.
 
     The number of attention scores crosses 4,096 at other sizes for each capacity: there XLA changes
     its exponentials.

@@ -1,4 +1,4 @@
-"""Invariant decoding: a token's bits depend on nothing but the tokens before it; its kernels against references."""
+"""Invariant decoding: a token's bits depend on earlier tokens only; its kernels are checked."""
 
 from __future__ import annotations
 
@@ -133,7 +133,9 @@ def test_a_query_has_the_same_bits_in_any_block_batch_and_cache() -> None:
 
 
 def target_of(dtype: str, kind: str) -> e3.LoadedTarget:
-    """A random target, which without invariance has other bits in blocks or batches: seen for each of the cases below.
+    """A random target that has other bits in blocks or batches without invariance.
+
+    This was seen for each of the cases below.
 
     XLA has other kernels for one query head of a key head, and in bfloat16 for two; roundings to
     bfloat16 hide most of it in small layers.
@@ -143,6 +145,7 @@ def target_of(dtype: str, kind: str) -> e3.LoadedTarget:
     options: dict[str, Any] = {"rope": RopeConfig(theta=1e4)}
     if kind == "norms":
         options |= {"qk_norm": True, "qkv_bias": True, "window": 24, "softcap": 20.0}
+
     mixer = GroupedQuery(num_heads=heads[0], num_kv_heads=heads[1], head_dim=channels, **options)
     precision = PRECISIONS["float32" if dtype == "int8" else dtype]
     layers = uniform(2, mixer, GatedMLP(width=704 if kind == "pairs" else 160))
@@ -150,13 +153,17 @@ def target_of(dtype: str, kind: str) -> e3.LoadedTarget:
     target = tiny.target(
         61, width=width, layers=layers, tie_embeddings=kind == "pairs", precision=precision
     )
+
     return random_targets.in_eight_bits(target, "int8") if dtype == "int8" else target
 
 
 def bits_of(
     target: e3.LoadedTarget, model: DecoderTarget, texts: np.ndarray, *, size: int, capacity: int
 ) -> list[np.ndarray]:
-    """Logits of the last tokens of every text, ``size`` tokens at a time after a prompt; then all keys and values."""
+    """Logits of the last tokens of every text, and all keys and values.
+
+    ``size`` tokens at a time, after a prompt.
+    """
     logits, cache = tiny.in_blocks(
         model, target.params, texts, prompt=PROMPT, size=size, capacity=capacity
     )
@@ -177,7 +184,10 @@ def bits_of(
     ],
 )
 def test_bits_do_not_depend_on_blocks_batches_and_caches(dtype: str, kind: str) -> None:
-    """Logits, keys and values of one token at a time are those in blocks, in batches and in larger caches."""
+    """One token at a time has the bits of blocks, of batches and of larger caches.
+
+    In logits, keys and values.
+    """
     target = target_of(dtype, kind)
     model = target.model.invariant(target.weights)
     texts = np.random.default_rng(0).integers(0, 61, (8, PROMPT + NEW)).astype(np.int32)
@@ -197,18 +207,22 @@ def test_a_prompt_in_chunks_has_the_bits_of_the_whole(size: int) -> None:
     target = target_of("bfloat16", "norms")
     head = tiny.eagle3(target)
     decoder = e3.SpeculativeDecoder(target, head, num_speculative_tokens=3, invariant=True)
+
     texts = np.random.default_rng(1).integers(0, 61, 33).tolist()
     loop, prompts, rows = decoder.batch([texts, texts[:20]], 8, None, 0, None)
+
     unchunked = loops.prefill(loop, decoder.params, prompts, capacity=64)
     state = loops.empty(loop, decoder.params, prompts, capacity=64)
     length = jnp.array([len(row) for row in rows], jnp.int32)
     for _ in range(-(-33 // size)):
         state = loops.extend(loop, decoder.params, state, length, size=size)
+
     for ours, theirs in zip(
         jax.tree.leaves(state.cache.layers), jax.tree.leaves(unchunked.cache.layers), strict=True
     ):
         for row, end in enumerate((33, 20)):
             np.testing.assert_array_equal(ours[row, :, :end], theirs[row, :, :end])
+
     np.testing.assert_array_equal(state.tokens[:, :34], unchunked.tokens[:, :34])
 
 
@@ -258,6 +272,7 @@ def test_layers_whose_rows_depend_on_each_other_are_refused(
 def test_trees_meshes_and_fp8_are_refused() -> None:
     target = tiny.target()
     head = tiny.eagle3(target)
+
     with pytest.raises(ValueError, match="with a tree"):
         e3.SpeculativeDecoder(
             target, head, tree=e3.DynamicTree(num_nodes=4, max_depth=2, top_k=2), invariant=True
@@ -266,6 +281,7 @@ def test_trees_meshes_and_fp8_are_refused() -> None:
         e3.SpeculativeDecoder(target, mesh=e3.make_mesh("data=1"), invariant=True)
     with pytest.raises(ValueError, match="weights are fp8"):
         e3.SpeculativeDecoder(random_targets.in_eight_bits(target, "fp8"), invariant=True)
+
     model = target.model.invariant()
     cache = model.init_cache(1, 64)
     token = jnp.zeros((1, 1), jnp.int32)

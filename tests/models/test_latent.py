@@ -84,26 +84,31 @@ def laid_out(
     )
     bias = lambda name: np.asarray(params[name].get("bias", 0), np.float64)
     turned = lambda x: rotated(config.rope, x, positions)
+
     if config.q_rank is None:
         queries = x @ weight("q", "kernel")
     else:
         latents = norm(x @ weight("q_a", "kernel") + bias("q_a"), params["q_a_norm"]["scale"])
         queries = latents @ weight("q_b", "kernel")
+
     queries = queries.reshape(*x.shape[:2], config.num_heads, -1)
     queries[..., config.nope_dim :] = turned(queries[..., config.nope_dim :])
+
     both = x @ weight("kv_a", "kernel") + bias("kv_a")
     latents = norm(both[..., : config.kv_rank], params["kv_a_norm"]["scale"])
     shared = np.repeat(turned(both[:, :, None, config.kv_rank :]), config.num_heads, axis=2)
+
     keys = np.concatenate([np.einsum("bsr,hdr->bshd", latents, weight("key_up")), shared], axis=-1)
     values = np.einsum("bsr,hrd->bshd", latents, weight("value_up"))
     scale = config.scale or (config.nope_dim + config.rope_dim) ** -0.5
     scores = np.where(mask[:, None], np.einsum("bthd,bshd->bhts", queries, keys) * scale, -np.inf)
     out = np.einsum("bhts,bshd->bthd", softmax(scores, -1), values).reshape(*x.shape[:2], -1)
+
     return out @ weight("o", "kernel") + bias("o")
 
 
 def random_inputs(fed: int = FED, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns inputs, positions of ragged rows and a random mask under which every token sees itself."""
+    """Returns inputs, ragged positions and a random mask: every token sees itself."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(BATCH, fed, WIDTH)).astype(np.float32)
     positions = rng.integers(0, 40, (BATCH, fed)).astype(np.int32)
@@ -173,13 +178,15 @@ def test_a_mesh_divides_heads_and_no_latents() -> None:
     specs = jax.tree.map(
         lambda sharding: sharding.spec, param_shardings(mesh, model, model.param_shapes())
     )
+
     attention = specs["blocks"][0]["attention"]
     divided = {"q_b": (None, "model"), "o": ("model", None)}
     for name in ("q_a", "q_b", "kv_a", "o"):
         assert attention[name]["kernel"] == PartitionSpec(*divided.get(name, ())), name
     assert attention["key_up"] == attention["value_up"] == PartitionSpec("model")
+
     cache = model.init_cache(2, 32)
-    with tiny.unchecked():  # a tree of shardings where arrays are announced
-        assert [sharding.spec for sharding in jax.tree.leaves(row_shardings(mesh, cache))] == [
-            PartitionSpec("data")
-        ] * 3
+    # It is a tree of shardings where arrays are announced.
+    with tiny.unchecked():
+        shardings = jax.tree.leaves(row_shardings(mesh, cache))
+    assert [sharding.spec for sharding in shardings] == [PartitionSpec("data")] * 3

@@ -52,6 +52,7 @@ def dense(
 def test_attention_over_several_runs_is_one_softmax_over_all_of_them() -> None:
     queries = draw(0, BATCH, FED, HEADS, SIZE)
     rng = np.random.default_rng(1)
+
     runs = [
         (draw(2 * i + 2, BATCH, KV_HEADS, n, SIZE), draw(2 * i + 3, BATCH, KV_HEADS, n, SIZE))
         for i, n in enumerate((5, 2))
@@ -59,9 +60,11 @@ def test_attention_over_several_runs_is_one_softmax_over_all_of_them() -> None:
     masks = [rng.random((BATCH, FED, n)) < 0.6 for n in (5, 2)]
     masks[0][:, :, 0] = True
     self_kv = (draw(8, BATCH, KV_HEADS, FED, SIZE), draw(9, BATCH, KV_HEADS, FED, SIZE))
+
     as_kv = lambda pair: KeyValue(*map(jnp.asarray, pair))
     segments = [Segment(as_kv(kv), jnp.asarray(mask)) for kv, mask in zip(runs, masks, strict=True)]
     ours = attention(jnp.asarray(queries), segments, [as_kv(self_kv)])
+
     keys, values = (np.concatenate([*(kv[i] for kv in runs), self_kv[i]], axis=2) for i in (0, 1))
     diagonal = np.broadcast_to(np.eye(FED, dtype=bool), (BATCH, FED, FED))
     expected = dense(queries, keys, values, np.concatenate([*masks, diagonal], axis=2))

@@ -1,4 +1,4 @@
-"""Every family and every kind of layer on eight simulated devices: the tokens of one device, and the collectives."""
+"""Every family and layer on eight simulated devices: one device's tokens, and collectives."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import families
 import pytest
 import tiny
+from eight_devices import run_on_eight_devices
 from jax.sharding import AbstractMesh
-from test_mesh import run_on_eight_devices
 
 from eagle3_jax.devices.sharding import MESH_AXES, param_shardings
 from eagle3_jax.models.config import Experts
@@ -35,7 +35,10 @@ def test_eight_devices_write_what_one_writes_of_a_family(name: str) -> None:
 
 
 def test_eight_devices_write_what_one_writes_and_gather_no_weights(results: dict[str, Any]) -> None:
-    """Sums of two target layers, of the head's layer for two levels and for accepted tokens, and of four argmaxes."""
+    """Counts sums of two target layers, of the head's layer, and of four argmaxes.
+
+    The head's layer runs for two levels and for accepted tokens.
+    """
     moves = {"all-reduce": 2 * (2 + 2 + 1) + 2 * 4}
     assert results == {kind: {"chain": True, "tree": True, "step": moves} for kind in KINDS}
 

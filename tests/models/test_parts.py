@@ -1,4 +1,4 @@
-"""Small parts that differ between families and that logits in float32 (`test_families.py`) do not show."""
+"""Parts in which families differ, but not in the float32 logits of `test_families.py`."""
 
 from __future__ import annotations
 
@@ -49,16 +49,19 @@ NORMS = {
 def test_norms_are_those_of_transformers(kind: Any, dtype: str) -> None:
     x = 3 * draw(0, 5, 32)
     weight = draw(1, 32)
+
     norm = theirs(*NORMS[kind])(32, eps=1e-5)
     # As published models hold them: gpt-oss keeps the weights of its norms in float32.
     norm = norm if kind == "float32" else norm.to(getattr(torch, dtype))
     with torch.no_grad():
         norm.weight.copy_(torch.from_numpy(weight))
         expected = norm(torch.from_numpy(x).to(getattr(torch, dtype))).float().numpy()
+
     ours = RMSNorm(32, 1e-5, kind)
     rounded = jnp.asarray(weight).astype("float32" if kind == "float32" else dtype)
     ours.scale = nnx.Param(rounded)
     out = np.asarray(ours(jnp.asarray(x).astype(dtype)).astype(jnp.float32))
+
     # The mean is summed in another order: a unit or two in the last place. A weight that multiplies
     # on the wrong side of the cast is off by a unit of bfloat16 in many places.
     np.testing.assert_allclose(out, expected, rtol=2**-21 if dtype == "float32" else 2**-7)
@@ -75,11 +78,13 @@ def test_queries_grow_from_the_first_position_on() -> None:
         jnp.asarray(queries), jnp.asarray(POSITIONS), QueryScaling(floor=4, beta=0.5, offset=1)
     )
     np.testing.assert_allclose(ours, queries * factor[..., None, None], rtol=1e-6)
+
     rounded = scale_queries(
         jnp.asarray(queries, jnp.bfloat16),
         jnp.asarray(POSITIONS),
         QueryScaling(floor=4, beta=0.5, offset=1),
     )
+
     narrow = torch.from_numpy(queries).bfloat16()
     expected = (narrow * torch.from_numpy(factor.astype(np.float32))[..., None, None]).to(
         torch.bfloat16
@@ -110,14 +115,17 @@ def test_a_window_and_chunks_are_spans_of_layers() -> None:
         LayerConfig(mixer=GroupedQuery(**plain, **span), mlp=GatedMLP(width=4))
         for span in ({}, {"window": 3}, {"chunk": 4}, {"rope": None})
     ]
+
     positions = jnp.arange(FED)[None]
     seen = [
         memory.mask[0]
         for memory in attention_contexts(layers, causal_mask(FED), positions)
         if isinstance(memory, BlockContext)
     ]
+
     query, key = np.indices((FED, FED))
     causal = key <= query
     expected = [causal, causal & (key > query - 3), causal & (key // 4 == query // 4), causal]
+
     assert len(seen) == 4
     assert all(np.array_equal(a, b) for a, b in zip(seen, expected, strict=True))

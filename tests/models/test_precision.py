@@ -1,4 +1,4 @@
-"""Precisions and writes of a program: float32 products ask for all bits, and no two writes go to one slot."""
+"""Precisions and writes: float32 products ask for all bits; no two writes go to one slot."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ BATCH = [[1, 2, 3], [4, 5]]
 
 
 def products(precision: Precision, topology: object = None) -> dict[str, set[str]]:
-    """Returns the precisions of every matrix product of a lowered generation, by the types of operands."""
+    """Returns the precisions of a generation's matrix products, by the types of operands."""
     target = tiny.target(13, precision=precision)
     loop, params = tiny.bind(target, tiny.eagle3(target, topology or Chain(2)))
+
     # By leaves: what `lower` tells of its arguments does not pass for the types of their fields.
     leaves, structure = jax.tree.flatten((params, tiny.prompts(BATCH, limit=4)))
     text = (
@@ -35,6 +36,7 @@ def products(precision: Precision, topology: object = None) -> dict[str, set[str
         .lower(leaves)
         .as_text()
     )
+
     precisions: dict[str, set[str]] = {}
     for line in text.splitlines():
         if "stablehlo.dot_general" in line:

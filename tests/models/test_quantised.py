@@ -1,4 +1,4 @@
-"""Quantised checkpoints are read as the weights that they represent; contradictory files raise an error."""
+"""Quantised checkpoints are read as what they represent; contradictory files are errors."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ def test_conversion_writes_what_it_stands_for_in_bfloat16(tmp_path: Path) -> Non
     stored, dense = written(tmp_path, "fp8")
     conversion.convert(stored, tmp_path / "native", "jax")
     conversion.convert(stored, tmp_path / "back", "vllm")
+
     expected = read_tensors(dense)
     for name, value in read_tensors(tmp_path / "back").items():
         expected_value = (
@@ -43,17 +44,15 @@ def test_conversion_writes_what_it_stands_for_in_bfloat16(tmp_path: Path) -> Non
         )
         assert value.dtype == expected_value.dtype, name
         assert value.tobytes() == expected_value.tobytes(), name
+
     native, back = (conversion.read_target(tmp_path / name) for name in ("native", "back"))
     assert same_params(native.params, back.params)
     assert native.quantisation is None
     assert "quantization_config" not in (tmp_path / "back/config.json").read_text()
 
 
-# transformers on a CPU, where its dequantisation runs there.
-
-
 def of_transformers(directory: Path, **options: Any) -> dict[str, np.ndarray]:
-    """Returns the weights that transformers reads from a quantised checkpoint, by name."""
+    """Returns the weights that transformers reads on a CPU from a checkpoint, by name."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -68,9 +67,8 @@ def read(directory: Path) -> dict[str, Any]:
 
 @pytest.mark.torch
 def test_blocks_are_those_of_transformers(tmp_path: Path) -> None:
-    path = written(tmp_path, "fp8", inner=32)[
-        0
-    ]  # of the last block, where it is cut, transformers makes another
+    # Transformers makes another weight of the last block, where it is cut.
+    path = written(tmp_path, "fp8", inner=32)[0]
     theirs = of_transformers(path)
     ours = read(path)
     assert ours.keys() == theirs.keys()
@@ -88,8 +86,8 @@ def test_compressed_tensors_are_those_of_transformers(tmp_path: Path, name: str)
     assert ours.keys() == theirs.keys()
     stored = read_tensors(path)
     for tensor, value in theirs.items():
-        # It multiplies in the type of the scales, which some of these files hold in bfloat16; here
-        # it is float32.
+        # Transformers multiplies in the type of the scales, which some of these files hold in
+        # bfloat16; the library multiplies in float32.
         scale = stored.get(f"{tensor}_scale")
         actual = np.asarray(ours[tensor], np.float32)
         rounded = actual if scale is None else actual.astype(scale.dtype).astype(np.float32)
@@ -128,15 +126,18 @@ def test_stacked_experts_of_fbgemm_have_a_scale_for_every_output(tmp_path: Path)
     random = np.random.default_rng(0)
     width = 8
     inner = 12
+
     names = {"gate_up_proj": (3, width, 2 * inner), "down_proj": (3, inner, width)}
     stored = {}
     dense = {}
+
     for name, shape in names.items():
         name = f"model.layers.0.feed_forward.experts.{name}"
         new, dense[name] = RECIPES["fbgemm"].quantise(
             name, random.normal(0, 1, shape).astype(np.float32)
         )
         stored |= new
+
     write_checkpoint(tmp_path, {"quantization_config": RECIPES["fbgemm"].config}, stored)
     ours = read(tmp_path)
     for name, value in dense.items():
@@ -170,9 +171,8 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "sparse": ("int8", {"sparsity_config": {"format": "sparse-24-bitmask"}}, {}, "'sparse-24-bitmask'; only 'dense'"),
     "no groups": ("int8", {"config_groups": {}}, {}, "config_groups says nothing of weights"),
 }  # fmt: skip
-_WEIGHTS = by_hand.group({"num_bits": 8, "type": "int", "strategy": "channel"}, "")[
-    "config_groups"
-]["group_0"]["weights"]
+_GROUPS = by_hand.group({"num_bits": 8, "type": "int", "strategy": "channel"}, "")["config_groups"]
+_WEIGHTS = _GROUPS["group_0"]["weights"]
 OF_WEIGHTS: dict[str, tuple[dict[str, Any], str]] = {
     "asymmetric": ({"symmetric": False}, "symmetric is False; only True is supported"),
     "bits": ({"num_bits": 4}, "num_bits 4 of type 'int' is not read in the format 'int-quantized'"),
@@ -192,14 +192,11 @@ def test_weights_that_are_not_read_are_refused(tmp_path: Path, name: str) -> Non
     fields, message = OF_WEIGHTS[name]
     path = written(tmp_path, "int8")[0]
     config = RECIPES["int8"].config
-    edit_config(
-        path,
-        quantization_config={
-            **config,
-            "config_groups": {"one": {"weights": {**_WEIGHTS, **fields}}},
-        },
-    )
+
+    groups = {"one": {"weights": {**_WEIGHTS, **fields}}}
+    edit_config(path, quantization_config={**config, "config_groups": groups})
     refused(conversion.read_target, path, message)
+
     both = {"one": {"weights": _WEIGHTS}, "two": {"weights": {**_WEIGHTS, **fields}}}
     edit_config(path, quantization_config={**config, "config_groups": both})
     refused(conversion.read_target, path, "the groups one, two differ in their weights")

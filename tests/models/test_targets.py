@@ -1,4 +1,4 @@
-"""Files of a target in every layout; a field that is not computed is unsupported and raises an error.
+"""Files of a target in every layout; a field that is not computed raises an error.
 
 `test_families.py` compares what is computed with transformers.
 """
@@ -50,6 +50,7 @@ def test_every_file_layout_reads_the_same_bits(tmp_path: Path, dtype: str, layou
 def test_both_notations_of_rope_mean_the_same(tmp_path: Path) -> None:
     old = write_llama(tmp_path / "old")
     new = write_llama(tmp_path / "new")
+
     scaling = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
     edit_config(old, rope_theta=500.0, rope_scaling={"type": scaling.pop("rope_type"), **scaling})
     edit_config(new, rope_parameters=LLAMA3)
@@ -57,6 +58,7 @@ def test_both_notations_of_rope_mean_the_same(tmp_path: Path) -> None:
         conversion.read_target(old).config.layers[0].mixer.rope
         == conversion.read_target(new).config.layers[0].mixer.rope
     )
+
     edit_config(new, rope_scaling={"rope_type": "linear", "factor": 2.0})
     with pytest.raises(
         CheckpointError, match=r"rope_parameters is .* and rope_scaling is .* must agree"

@@ -24,6 +24,7 @@ import pytest
 import random_targets
 import tables
 import tiny
+from worlds import WIDE, World
 
 from eagle3_jax import drafters
 from eagle3_jax import loop as loops
@@ -31,7 +32,7 @@ from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
 from eagle3_jax.drafters import Fallback, Markov, NGram, Plain, Suffix
 from eagle3_jax.models.config import GatedDelta, GatedMLP, LayerConfig
 from eagle3_jax.schedule import SpeculationSchedule
-from eagle3_jax.topology import Chain, DynamicTree, Topology
+from eagle3_jax.topology import Chain, DynamicTree
 from eagle3_jax.types import DraftSampling, SamplingMode
 from validation.statistics import Excess, Fluctuation
 
@@ -53,42 +54,7 @@ DRAFTER_LOGITS = TARGET_LOGITS + _rng.normal(size=TARGET_LOGITS.shape)
 TARGET_LOGITS = TARGET_LOGITS.astype(np.float32)
 DRAFTER_LOGITS = DRAFTER_LOGITS.astype(np.float32)
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class World:
-    """A target and a drafter as tables."""
-
-    order: int  #: Tokens of context.
-    follows: np.ndarray  #: ``[V^order]``, index of the distribution that follows each context.
-    target_logits: np.ndarray  #: ``[L V]``, logits of the target.
-    drafter_logits: np.ndarray  #: ``[L V]``, of the drafter.
-
-    @property
-    def target(self) -> LoadedTarget:
-        return tables.target(self.target_logits[self.follows], self.order)
-
-    def drafter(self, topology: Topology, **options: Any) -> LoadedDrafter:
-        return tables.drafter(self.drafter_logits[self.follows], self.order, topology, **options)
-
-
 NARROW = World(ORDER, np.arange(CONTEXTS), TARGET_LOGITS, DRAFTER_LOGITS)
-
-
-def wide(size: int = 80, count: int = 5) -> World:
-    """Ids of two digits and a few distributions.
-
-    All digits of the last two tokens choose the next distribution.
-    """
-    rng = np.random.default_rng(1)
-    first, second = np.divmod(np.arange(size**2), size)
-    # In both halves of the ids the first digit is usual.
-    target_logits = rng.normal(size=(count, size)) * 0.6 + np.where(np.arange(size) < 64, 0.0, 1.0)
-    drafter_logits = target_logits + rng.normal(size=target_logits.shape) * 0.8
-    follows = (first % 64 + 2 * (first // 64) + 3 * (second % 64) + second // 64) % count
-    return World(2, follows, target_logits.astype(np.float32), drafter_logits.astype(np.float32))
-
-
-WIDE = wide()
 PROBABILISTIC = DraftSampling.PROBABILISTIC
 TREE = DynamicTree(num_nodes=7, max_depth=3, top_k=2)
 

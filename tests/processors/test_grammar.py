@@ -1,4 +1,4 @@
-"""Automata of regular expressions, against Python's `re`, and outputs of a decoder that follow them."""
+"""Automata of regular expressions against Python's `re`, and outputs that follow them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ SCHEMA = {
 
 
 def small(*, stop_tokens: tuple[int, ...] = (3, 6)) -> e3.LoadedTarget:
-    """Returns a target of eight tokens: a, b, ab, a stop token, the two bytes of é, a stop token, one without text."""
+    """Returns a target of eight tokens.
+
+    They are a, b, ab, a stop token, the two bytes of é, another stop token, and one without text.
+    """
     words = ["a", "b", "ab", "<e>", "Ã", "©", "<f>"]  # as a byte-level tokenizer spells bytes
     tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, []))
     tokenizer.decoder = decoders.ByteLevel()
@@ -58,6 +61,7 @@ def test_an_automaton_allows_the_texts_that_match(pattern: str) -> None:
     automaton = e3.TokenAutomaton.from_regex(pattern, target)
     table, columns = (np.asarray(array) for array in automaton.arrays(8))
     spelled = {0: b"a", 1: b"b", 2: b"ab", 4: b"\xc3", 5: b"\xa9"}
+
     allowed = set()
     expected = set()
     for length in range(5):
@@ -65,12 +69,15 @@ def test_an_automaton_allows_the_texts_that_match(pattern: str) -> None:
             state = 0
             for token in tokens:
                 state = -1 if state < 0 else table[state, columns[token]]
+
             if state >= 0 and table[state, columns[3]] >= 0:
                 assert table[state, columns[3]] == table[state, columns[6]] == len(table) - 1
                 allowed.add(tokens)
+
             with contextlib.suppress(UnicodeDecodeError):  # no text
                 if re.fullmatch(pattern, b"".join(spelled[token] for token in tokens).decode()):
                     expected.add(tokens)
+
     assert allowed == expected
     assert allowed
     assert np.all(table[:, columns[7]] == -1)  # the tokenizer has no such token
@@ -92,13 +99,15 @@ def test_outputs_match_a_regular_expression(
     changed = e3.with_processors(shipped, e3.TokenAutomaton.from_regex(pattern, shipped))
     tree = e3.DynamicTree(num_nodes=12, max_depth=4, top_k=4) if "tree" in drafter else None
     head = DRAFTERS[drafter](shipped)
+
     result = e3.SpeculativeDecoder(changed, head, tree=tree).generate(
         PROMPTS, max_new_tokens=48, sampling=sampling
     )
+
     for row in result.rows:
-        assert row.finish_reason is e3.FinishReason.STOP and re.fullmatch(
-            pattern, row.text or ""
-        ), row.text
+        assert row.finish_reason is e3.FinishReason.STOP, row.text
+        assert re.fullmatch(pattern, row.text or ""), row.text
+
     assert result.stats.num_accepted_tokens > 0
     if sampling is not SAMPLED:
         plain = e3.SpeculativeDecoder(changed).generate(PROMPTS, max_new_tokens=48)
@@ -110,15 +119,18 @@ def test_outputs_follow_a_json_schema(shipped: e3.LoadedTarget) -> None:
     result = e3.SpeculativeDecoder(changed, e3.drafters.NGram(4)).generate(
         PROMPTS * 4, max_new_tokens=100, sampling=SAMPLED, seed=range(12)
     )
+
     values = [
         json.loads(row.text or "")
         for row in result.rows
         if row.finish_reason is e3.FinishReason.STOP
     ]
+
     assert len(values) > 6
     for value in values:
         jsonschema.validate(value, SCHEMA)
         assert list(value) == list(SCHEMA["properties"])
+
     text = schema_to_regex(json.dumps(SCHEMA), r"\s*")
     assert re.fullmatch(text, '{"name":"x",\n"kind":\t"class", "sizes":[true],"parent":null}')
 

@@ -1,4 +1,4 @@
-"""Logits processors: the distribution of sampled texts against a closed form written with lists and dictionaries."""
+"""Logits processors: sampled texts have the distribution of a closed form in plain Python."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-import test_sampling_distribution
 import tiny
+from sampled_texts import ALPHA, DRAFTERS, HORIZON, TARGET, chi_square, logits_after
+from sampled_texts import VOCABULARY as V
 
 from eagle3_jax import FinishReason, SamplingParams, SpeculativeDecoder, check_target
 from eagle3_jax import loop as loops
@@ -27,9 +28,6 @@ from eagle3_jax.sampling import row_keys
 from eagle3_jax.topology import DynamicTree
 from eagle3_jax.types import SamplingMode
 
-V = test_sampling_distribution.VOCABULARY
-HORIZON = test_sampling_distribution.HORIZON
-TARGET = test_sampling_distribution.TARGET
 PROMPTS = ([2], [1, 3, 0])
 TABLE = np.array([[1, 0, -1, 2], [-1, 2, 2, -1], [0, -1, 1, 2]], np.int32)  # three states
 Logits = list[float]
@@ -102,7 +100,7 @@ OTHERS = ("plain decoding", "n-grams", "an EAGLE-3 dynamic tree")
 
 @functools.cache
 def exact_distribution(name: str, prompt: tuple[int, ...]) -> oracle.TextDistribution:
-    known = test_sampling_distribution.logits_after(prompt)
+    known = logits_after(prompt)
     change = CASES[name][1]
     after = lambda text: oracle.warped(change(known[text], list(prompt), list(text)), 1.0, 0, 1.0)
     return oracle.autoregressive_distribution(after, HORIZON)
@@ -112,19 +110,20 @@ def exact_distribution(name: str, prompt: tuple[int, ...]) -> oracle.TextDistrib
     ("name", "drafter"), [(name, CHAIN) for name in CASES] + [(ALL, drafter) for drafter in OTHERS]
 )
 def test_sampled_texts_have_the_changed_distribution(name: str, drafter: str) -> None:
-    head = test_sampling_distribution.DRAFTERS[drafter]()
+    head = DRAFTERS[drafter]()
     target = with_processors(TARGET, *CASES[name][0])
     loop, params = tiny.bind(target, head, sampling_mode=SamplingMode.TEMPERATURE)
+
     rows = [prompt for prompt in PROMPTS for _ in range(2048)]
     batch = tiny.prompts(rows, limit=HORIZON, sampling=SamplingParams(temperature=1.0))
     outcome = loops.generate(loop, params, batch.replace(keys=row_keys(5, len(rows))), capacity=24)
+
     texts = [tuple(row) for row in tiny.outputs(outcome, batch)]
     for index, prompt in enumerate(PROMPTS):
         counts = Counter(texts[index * 2048 : (index + 1) * 2048])
-        p_value, report = test_sampling_distribution.chi_square(
-            counts, exact_distribution(name, tuple(prompt))
-        )
-        assert p_value > test_sampling_distribution.ALPHA, f"{name}, {drafter}, {prompt}: {report}"
+        p_value, report = chi_square(counts, exact_distribution(name, tuple(prompt)))
+        assert p_value > ALPHA, f"{name}, {drafter}, {prompt}: {report}"
+
     assert drafter == "plain decoding" or int(outcome.stats.num_accepted_tokens.sum()) > 0
 
 
@@ -181,9 +180,8 @@ def test_an_automaton_may_have_a_table_of_any_integers(dtype: str, states: int) 
     table[0, 0] = 0 if dtype.startswith("u") else -1
     start = states - 2
     ours, columns = map(np.asarray, TokenAutomaton(table.astype(dtype), start=start).arrays(V))
-    number = [
-        (state - start) % states for state in range(states)
-    ]  # of each state once the first is 0
+    # The number of each state once the first is 0.
+    number = [(state - start) % states for state in range(states)]
     for state, row in enumerate(table):
         expected = [number[after] if after >= 0 else -1 for after in row]
         assert ours[number[state], columns].tolist() == expected
@@ -191,14 +189,8 @@ def test_an_automaton_may_have_a_table_of_any_integers(dtype: str, states: int) 
 
 def test_a_bias_may_have_numbers_of_numpy() -> None:
     with tiny.unchecked():
-        bias = LogitBias(
-            {
-                np.int64(1): np.float32(1.5),
-                np.uint8(2): 3,
-                3: np.float64(-math.inf),
-                0: np.array(-2),
-            }
-        )
+        values = {np.int64(1): np.float32(1.5), np.uint8(2): 3}
+        bias = LogitBias(values | {3: np.float64(-math.inf), 0: np.array(-2)})
         assert bias.arrays(4).tolist() == [-2.0, 1.5, 3.0, -math.inf]
 
 
@@ -249,12 +241,15 @@ def test_greedy_texts_with_a_draft_are_those_without(drafter: Any) -> None:
     target = with_processors(
         tiny.target(13), Penalty(repetition=1.3, frequency=0.4, prompt=True), LogitBias({4: -9.0})
     )
+
     tree = DynamicTree(num_nodes=9, max_depth=3, top_k=3)
     head = tiny.eagle3(tiny.target(13), tree) if drafter == "tree" else drafter
     prompts = [[1, 2, 3], [4], [5, 6, 5, 6, 5]]
+
     plain = SpeculativeDecoder(target, Plain()).generate(prompts, max_new_tokens=40)
     drafted = SpeculativeDecoder(target, head).generate(prompts, max_new_tokens=40)
     assert plain.tokens == drafted.tokens
     assert drafted.stats.num_accepted_tokens > 0
+
     unchanged = SpeculativeDecoder(tiny.target(13)).generate(prompts, max_new_tokens=40)
     assert plain.tokens != unchanged.tokens

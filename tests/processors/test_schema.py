@@ -1,4 +1,4 @@
-"""JSON schemas: random texts of the compiled automata against the package jsonschema, and errors of schemas."""
+"""JSON schemas: random texts of automata against the package jsonschema, and refusals."""
 
 from __future__ import annotations
 
@@ -28,19 +28,9 @@ def target() -> e3.LoadedTarget:
     """Returns a target whose tokens are all bytes, some longer texts, and a stop token."""
     words = [
         *sorted(ByteLevel.alphabet()),
-        '{"',
-        '":',
-        '",',
-        '"}',
-        '\\"',
-        "tr",
-        "ull",
-        "00",
-        "aa",
-        "]]",
-        ",Ġ",
-        "<e>",
-    ]
+        '{"', '":', '",', '"}', '\\"', "tr", "ull", "00", "aa", "]]", ",Ġ", "<e>",
+    ]  # fmt: skip
+
     tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, []))
     tokenizer.decoder = decoders.ByteLevel()
     return dataclasses.replace(
@@ -56,7 +46,7 @@ STOP = TARGET.stop_tokens[0]
 
 @dataclasses.dataclass
 class Automaton:
-    """The dense table of a compiled schema, and the least number of tokens from each state to the end."""
+    """A compiled schema's dense table, and each state's least number of tokens to the end."""
 
     table: np.ndarray
     distance: np.ndarray
@@ -88,18 +78,22 @@ class Automaton:
         """Returns a random text, which takes the shortest way to the end after some tokens."""
         state = 0
         spelled = b""
+
         for step in itertools.count():
             after = self.table[state]
             allowed = np.flatnonzero(after >= 0)
             if step >= STEPS:
                 allowed = allowed[self.distance[after[allowed]] < self.distance[state]]
+
             # First the next state, then the token: otherwise a string would hardly ever end.
             chosen = rng.choice(np.unique(after[allowed]))
             token = int(rng.choice(allowed[after[allowed] == chosen]))
+
             if token == STOP:
                 return spelled.decode()
             spelled = spelled + SPELLED[token]
             state = chosen
+
         raise AssertionError
 
 
@@ -277,6 +271,7 @@ def test_white_space_is_that_of_json() -> None:
     assert automaton.accepts("[\t1\r,\n\n1 ]")
     assert not automaton.accepts("[1]")
     assert not any(automaton.accepts(f"[{space}1 ]") for space in ("\x0b", "\xa0", "\n\n\n"))
+
     for whitespace, message in (
         ("x?", "matches 'x'"),
         (".*", "matches"),

@@ -1,4 +1,4 @@
-"""The page of the server: two lanes that write what `generate` writes, true probabilities, and a browser."""
+"""The server's page: two lanes with the text of `generate`, probabilities, and a browser."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 
-from test_serve import Answer, complete, decoder, generated, get, post
+from server_client import Answer, complete, decoder, generated, get, post
 
 from eagle3_jax.server.local import serving
 from eagle3_jax.server.page.lanes import acceptance
@@ -37,9 +37,8 @@ PROMPT = "def add(a, b):\n"
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with serving(
-        decoder(), slots=4, capacity=64, logprobs=20
-    ) as address:  # the programs of test_serve.py
+    # With the programs of test_serve.py.
+    with serving(decoder(), slots=4, capacity=64, logprobs=20) as address:
         yield address
 
 
@@ -68,16 +67,17 @@ def test_both_lanes_write_the_text_of_generate_in_turns(url: str) -> None:
     events = watch(url)
     expected = generated({"prompt": PROMPT, "max_tokens": 20, "temperature": 0})
     assert text_of(events, "plain") == text_of(events, "speculative") == expected.text
+
     assert select(events, "done") == [{"event": "done", "same_text": True}]
     lanes = [event["lane"] for event in events if event["event"] in ("first", "round", "end")]
     assert [lane for lane, _ in itertools.groupby(lanes)] == ["plain", "speculative"]
+
     (plain,) = select(events, "end", "plain")
     (drafted,) = select(events, "end", "speculative")
     assert (plain["tokens"], plain["passes"]) == (20, 19)
-    assert (drafted["tokens"], drafted["tau"]) == (
-        20,
-        round(float(expected.stats.mean_acceptance_length), 4),
-    )
+    assert drafted["tokens"] == 20
+    assert drafted["tau"] == round(float(expected.stats.mean_acceptance_length), 4)
+
     rounds = select(events, "round", "speculative")
     assert drafted["passes"] == len(rounds) == len(select(events, "probabilities"))
     assert (
@@ -95,7 +95,7 @@ LONGEST = 48
 
 @functools.cache
 def forward() -> Any:
-    """Returns a compiled forward pass of the target over padded texts: no cache, no block, no drafter."""
+    """Returns a compiled forward pass of the target over padded texts, without a cache."""
     target = decoder().target
     return jax.jit(lambda tokens: tiny.forward(target.model, target.params, tokens)[0])
 
@@ -140,42 +140,49 @@ def test_probabilities_are_those_of_one_forward_pass_and_of_the_draft(
     checked = e3.SpeculativeDecoder(target, e3.load_drafter(target=target), **shape)
     temperature = fields.get("temperature", 0.0)
     top_k = fields.get("top_k", 0)
+
     sampling = e3.SamplingParams(temperature=temperature, top_k=top_k)
     options = {
         "max_new_tokens": fields["max_tokens"],
         "sampling": sampling,
         "seed": fields.get("seed", 0),
     }
+
     text = checked.target.encode(PROMPT)
     rounds = select(events, "round", "speculative")
     examined = select(events, "probabilities")
     assert len(rounds) >= 3
+
     for round_, values, latest in zip(
         rounds, examined, checked.rounds(PROMPT, **options), strict=True
     ):
         tokens = round_["tokens"]
         parents = round_["parents"]
-        assert (
-            tokens == latest.draft.tokens[0].tolist()
-            and parents == latest.draft.parents[0].tolist()
-        )
+        assert tokens == latest.draft.tokens[0].tolist()
+        assert parents == latest.draft.parents[0].tolist()
+
         paths = [[*text, tokens[0]]]
         for node in range(1, len(tokens)):
             paths.append([*paths[parents[node]], tokens[node]])
+
         p = distributions(paths, temperature, top_k)
         q = None if latest.draft.probs is None else np.asarray(latest.draft.probs[0])
+
         for node, entry in enumerate(values["nodes"]):
             for token, label, p_of_token, q_of_token in entry["bars"]:
                 assert p_of_token == pytest.approx(p[node, token], abs=2e-3)
                 assert label == target.tokenizer.decode([token])
                 if q is not None and node in parents:
                     assert q_of_token == pytest.approx(q[parents.index(node), token], abs=1e-4)
+
             likely = {token for token in np.argsort(-p[node])[:3].tolist() if p[node, token] > 0.01}
             assert likely <= {token for token, *_ in entry["bars"]}
+
             if node > 0:
                 check_chance(
                     entry, node, tokens, parents, p[parents[node]], q, is_greedy=temperature == 0
                 )
+
         text += [tokens[node] for node in [0, *round_["path"]]]
 
 
@@ -216,12 +223,14 @@ def test_the_probability_of_acceptance_is_how_often_the_rule_accepts() -> None:
         ],
         np.float32,
     )
+
     parents = [-1, 0, 0, 1]
     tokens = [0, 2, 3, 1]
     chances = acceptance(tokens, parents, p=p, q=q)
-    # After the first sibling, p is the normalized max(p - q, 0): 0.5, 0.25 and 0.25 for tokens 1, 3
-    # and 4.
+    # After the first sibling, p is the normalised max(p - q, 0): 0.5, 0.25 and 0.25 for tokens 1,
+    # 3 and 4.
     assert chances == pytest.approx([1.0, 0.3 / 0.5, 0.25 / 0.6, 0.3 / 0.6], abs=1e-4)
+
     count = 40_000
     rows = lambda values: jnp.broadcast_to(jnp.asarray(values), (count, *np.shape(values)))
     draft = Draft(
@@ -230,13 +239,16 @@ def test_the_probability_of_acceptance_is_how_often_the_rule_accepts() -> None:
         valid=rows(np.ones(4, bool)),
         probs=rows(q),
     )
+
     accept_key, choose_key = jax.random.split(jax.random.key(1))
     accept = jax.random.uniform(accept_key, (count, 4))
     choose = jax.random.uniform(choose_key, (count, e3.num_digits(5)))
     path = np.asarray(e3.verify(draft, rows(p), accept=accept, choose=choose, max_depth=2).path)
+
     first = path[:, 0] == 1
     second = path[:, 0] == 2
     below = path[first, 1] == 3
+
     for chance, outcomes in zip(chances[1:], (first, second[~first], below), strict=True):
         error = 5 * np.sqrt(0.25 / outcomes.size)
         assert chance == pytest.approx(outcomes.mean(), abs=error)
@@ -333,20 +345,23 @@ def test_a_viewer_sees_both_lanes_write_the_same_text(url: str) -> None:
         page.goto(url)
         page.wait_for_selector("#ask:not([hidden])")
         assert page.input_value("#mode") == "chat"  # the target has a template
+
         page.select_option("#mode", "text")
         page.fill("#prompt", PROMPT)
         page.fill("#limit", "20")
         page.click("#run")
         page.wait_for_selector("body[data-state=done]", timeout=120_000)
+
         expected = generated({"prompt": PROMPT, "max_tokens": 20, "temperature": 0}).text
         for lane in ("plain", "speculative"):
             assert page.text_content(f"#{lane}-text") == PROMPT + expected
         assert page.inner_text("#figures tr:last-child td:last-child") == "yes"
+
         page.click(".round[data-round='0']")
-        assert (
-            page.locator("#tree .node").count() == 5
-        )  # the root, three drafted tokens and the target's
+        # The root, three drafted tokens and the target's.
+        assert page.locator("#tree .node").count() == 5
         assert page.locator("#bars .of-p").count() >= 5
+
         page.select_option("#draft", "tree of 8")
         page.select_option("#draft-sampling", "probabilistic")
         page.click("#run")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import functools
 import http.client
 import json
@@ -15,8 +14,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +32,8 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 
+from server_client import Answer, complete, decoder, events_of, generated, get, post
+
 from eagle3_jax.server.local import serving
 
 PROMPTS = [
@@ -45,14 +44,6 @@ PROMPTS = [
     '"""Reads a file line by line, and ',
     "for",
 ]
-TEMPLATE = e3.ChatTemplate("{% for message in messages %}{{ message.content }}\n{% endfor %}")
-Answer = dict[str, Any]
-
-
-@functools.cache
-def decoder() -> e3.SpeculativeDecoder:
-    target = dataclasses.replace(e3.load_target(), chat_template=TEMPLATE)
-    return e3.SpeculativeDecoder(target, e3.load_drafter(target=target), num_speculative_tokens=3)
 
 
 @functools.cache
@@ -68,7 +59,7 @@ def url() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[str]:
-    """One slot, no queue, greedy only, no log-probabilities, and a target without tokenizer and chat template."""
+    """One slot, no queue, greedy only, no log-probabilities, no tokenizer, no chat template."""
     options = {
         "slots": 1,
         "capacity": 400,
@@ -78,38 +69,6 @@ def small() -> Iterator[str]:
     }
     with serving(tiny_decoder(), **options) as address:
         yield address
-
-
-def post(url: str, body: Any, path: str = "/v1/completions") -> tuple[int, Answer]:
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=300) as response:
-            return response.status, json.loads(response.read())
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
-
-
-def complete(url: str, **fields: Any) -> Answer:
-    """Returns the choice of a completion."""
-    status, answer = post(url, {"return_token_ids": True, **fields})
-    assert status == 200, answer
-    (choice,) = answer["choices"]
-    return choice | {"usage": answer["usage"]}
-
-
-def events_of(url: str, body: Answer, path: str = "/v1/completions") -> list[Answer]:
-    request = urllib.request.Request(url + path, json.dumps(body | {"stream": True}).encode())
-    with urllib.request.urlopen(request, timeout=300) as response:
-        assert response.headers["Content-Type"].startswith("text/event-stream")
-        parts = response.read().decode().split("\n\n")
-    assert parts[-2:] == ["data: [DONE]", ""]
-    return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
-
-
-def get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=60) as response:
-        return response.read().decode()
 
 
 def counters(url: str) -> dict[str, float]:
@@ -129,21 +88,6 @@ def counters_at_rest(url: str) -> dict[str, float]:
             return values
         time.sleep(0.1)
     raise AssertionError("requests run for a minute")
-
-
-def generated(fields: Answer, **options: Any) -> e3.Generation:
-    """Returns what `generate` writes for the fields of a request."""
-    sampling = e3.SamplingParams(
-        temperature=fields["temperature"],
-        top_k=fields.get("top_k", 0),
-        top_p=fields.get("top_p", 1.0),
-    )
-    options |= {
-        "max_new_tokens": fields["max_tokens"],
-        "sampling": sampling,
-        "seed": fields.get("seed", 0),
-    }
-    return decoder().generate(fields["prompt"], **options).rows[0]
 
 
 def requests() -> list[Answer]:
@@ -207,15 +151,20 @@ def test_log_probabilities_are_those_of_generate(url: str, streams: bool) -> Non
         "logprobs": 2,
     }
     fields["return_tokens_as_token_ids"] = True
+
     choices = [complete(url, **fields)]
     if streams:
         choices = [chunk["choices"][0] for chunk in events_of(url, fields)]
+
     expected = generated(fields, logprobs=2)
+
     columns = {}
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         columns[name] = [value for choice in choices for value in choice["logprobs"][name]]
     assert columns["tokens"] == [f"token_id:{token}" for token in expected.tokens]
+
     assert expected.logprobs is not None
+
     for token, logprob, top, score in zip(
         expected.tokens,
         columns["token_logprobs"],
@@ -228,6 +177,7 @@ def test_log_probabilities_are_those_of_generate(url: str, streams: bool) -> Non
         assert top == pytest.approx(
             {f"token_id:{key}": value for key, value in likeliest.items()}, abs=1e-4
         )
+
     texts = [
         decoder().target.tokenizer.decode(expected.tokens[:count])
         for count in range(len(expected.tokens))
@@ -239,18 +189,23 @@ def test_log_probabilities_are_those_of_generate(url: str, streams: bool) -> Non
 def test_an_echo_scores_the_prompt_as_one_forward_of_the_target_does(url: str, limit: int) -> None:
     text = "def add(a, b):\n    return a + b\n"
     fields = {"prompt": text, "max_tokens": limit, "temperature": 0, "logprobs": 3, "echo": True}
+
     choice = complete(url, **fields, return_tokens_as_token_ids=True)
     tokens = decoder().target.encode(text)
     written = generated(fields).tokens if limit else []
+
     assert choice["token_ids"] == [*tokens, *written]
     assert choice["text"] == text + (decoder().target.tokenizer.decode(written) if written else "")
     assert choice["usage"]["completion_tokens"] == limit
     assert choice["finish_reason"] == "length"
+
     target = decoder().target
     logits, _ = tiny.forward(target.model, target.params, np.array([[*tokens, *written]], np.int32))
     scores = np.asarray(jax.nn.log_softmax(logits[0]))
+
     logprobs = choice["logprobs"]
     assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+
     for position, token in enumerate([*tokens, *written][1:]):
         assert logprobs["token_logprobs"][position + 1] == pytest.approx(
             scores[position, token], abs=1e-3
@@ -258,6 +213,7 @@ def test_an_echo_scores_the_prompt_as_one_forward_of_the_target_does(url: str, l
         top = logprobs["top_logprobs"][position + 1]
         likeliest = {f"token_id:{index}" for index in np.argsort(-scores[position])[:3]}
         assert set(top) == likeliest | {f"token_id:{token}"}
+
     assert logprobs["text_offset"][1] == len(target.tokenizer.decode(tokens[:1]))
 
 
@@ -271,16 +227,20 @@ def test_an_echo_without_log_probabilities_is_the_text(url: str) -> None:
 
 def test_a_stop_text_across_chunks_ends_the_text_before_it(url: str) -> None:
     fields = {"prompt": "class Queue:\n", "max_tokens": 40, "temperature": 0}
+
     chunks = [event["choices"][0]["text"] for event in events_of(url, fields)]
     text = "".join(chunks)
     tokens = generated(fields).tokens
     tokenizer = decoder().target.tokenizer
+
     tried = 0
+
     for number in range(2, 8):
         border = len("".join(chunks[:number]))
         stop = text[border - 2 : border + 2]
         if text.index(stop) != border - 2:
             continue
+
         tried += 1
         complete_at = [
             count for count in range(len(tokens) + 1) if stop in tokenizer.decode(tokens[:count])
@@ -288,42 +248,50 @@ def test_a_stop_text_across_chunks_ends_the_text_before_it(url: str) -> None:
         streamed = [
             event["choices"][0] for event in events_of(url, fields | {"stop": ["\0", stop]})
         ]
+
         assert "".join(choice["text"] for choice in streamed) == text[: border - 2]
         choice = complete(url, **fields, stop=stop)
-        assert (choice["text"], choice["token_ids"]) == (
-            text[: border - 2],
-            tokens[: complete_at[0]],
-        )
+        assert choice["text"] == text[: border - 2]
+        assert choice["token_ids"] == tokens[: complete_at[0]]
         assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
         assert choice["usage"]["completion_tokens"] == complete_at[0]
+
     assert tried >= 2
 
 
 def test_metrics_are_the_counters_of_generate(url: str) -> None:
-    # Of a request that a stop text ended, a round may still run; the rounds before those of this
-    # request are counted.
+    # A round may still run of a request that a stop text ended; after this request all rounds of
+    # earlier ones are counted.
     complete(url, prompt="def", max_tokens=1, temperature=0)
+
     before = counters_at_rest(url)
+
     stats = []
     for fields in requests():
         complete(url, **fields)
         stats.append(generated(fields))
+
     after = counters_at_rest(url)
     gains = {name: after[name] - before[name] for name in after}
+
     merged = e3.SpeculationStats.merge(row.stats for row in stats)
     assert gains["spec_decode_num_drafts_total"] == merged.num_drafts
     assert gains["spec_decode_num_draft_tokens_total"] == merged.num_draft_tokens
     assert gains["spec_decode_num_accepted_tokens_total"] == merged.num_accepted_tokens
+
     for position, count in enumerate(merged.num_accepted_tokens_per_pos):
         assert gains[f'spec_decode_num_accepted_tokens_per_pos_totalposition="{position}"'] == count
+
     assert gains["generation_tokens_total"] == sum(len(row.tokens) for row in stats)
     assert gains["prompt_tokens_total"] == sum(len(row.prompt_tokens) for row in stats)
+
     ended = {
         reason: gains[f'request_success_totalfinished_reason="{reason}"']
         for reason in ("stop", "length")
     }
     reasons = [row.finish_reason.name.lower() for row in stats]
     assert ended == {"stop": reasons.count("stop"), "length": reasons.count("length")}
+
     assert (
         gains["time_to_first_token_seconds_count"]
         == gains["e2e_request_latency_seconds_count"]
@@ -342,7 +310,7 @@ def test_the_page_names_the_metrics_that_exist(url: str) -> None:
 
 
 def leave(url: str, body: Answer) -> None:
-    """Sends a request, and closes the connection when it runs; of a stream, after the first bytes of the answer."""
+    """Sends a request, and leaves when it runs; a stream after the first bytes of the answer."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
     connection.request("POST", "/v1/completions", json.dumps(body))
     if body["stream"]:
@@ -363,11 +331,14 @@ def test_a_client_that_leaves_frees_its_slot_and_its_rounds_count(url: str, stre
         "temperature": 0,
         "ignore_eos": True,
     }
+
     for _ in range(6):  # more than there are slots
         leave(url, body)
     after = counters_at_rest(url)
+
     name = 'request_success_totalfinished_reason="abort"'
     assert after[name] - before[name] == 6
+
     tokens = after["generation_tokens_total"] - before["generation_tokens_total"]
     drafts = after["spec_decode_num_drafts_total"] - before["spec_decode_num_drafts_total"]
     assert tokens < 6 * 50
@@ -379,14 +350,17 @@ def test_a_slow_reader_does_not_hold_up_the_others(url: str) -> None:
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
     body = {"prompt": "def", "max_tokens": 50, "stream": True, "temperature": 0, "ignore_eos": True}
     connection.request("POST", "/v1/completions", json.dumps(body))
+
     fields = requests()[4]
     assert complete(url, **fields)["text"] == generated(fields).text
+
     lines = connection.getresponse().read().decode()
     texts = [
         json.loads(line[6:])["choices"][0]["text"]
         for line in lines.split("\n\n")
         if '"choices"' in line
     ]
+
     unstopped = e3.SpeculativeDecoder(decoder().target, stop_tokens=())
     assert "".join(texts) == unstopped.generate("def", max_new_tokens=50).texts[0]
 
@@ -467,9 +441,12 @@ def test_values_that_change_nothing_pass(url: str) -> None:
         "tools": [],
         "model": "eagle3",
     }
+
     neutral["model"] = json.loads(get(f"{url}/v1/models"))["data"][0]["id"]
+
     fields = requests()[2]
     assert complete(url, **fields, **neutral)["text"] == generated(fields).text
+
     huge = complete(url, **fields | {"top_k": 10**30, "seed": -1, "temperature": 1e-300})
     assert huge["text"] == generated(fields).text
 
@@ -526,17 +503,21 @@ def test_a_chat_is_the_completion_of_the_rendered_conversation(url: str) -> None
         "max_tokens": 8,
         "temperature": 0,
     }
+
     expected = generated(fields)
     body = {"messages": QUESTION, "max_completion_tokens": 8, "temperature": 0}
+
     status, answer = post(url, body, CHAT)
     assert status == 200 and answer["object"] == "chat.completion"
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": expected.text}
     assert answer["usage"]["prompt_tokens"] == len(fields["prompt"])
+
     chunks = events_of(url, body, CHAT)
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert "".join(delta["content"] for delta in deltas) == expected.text
     assert deltas[0]["role"] == "assistant" and "role" not in deltas[1]
     assert chunks[0]["object"] == "chat.completion.chunk"
+
     unlimited = complete(url, **fields | {"max_tokens": 60 - len(fields["prompt"])})
     status, answer = post(url, body | {"max_completion_tokens": None}, CHAT)
     assert answer["choices"][0]["message"]["content"] == unlimited["text"]
@@ -547,12 +528,14 @@ def test_log_probabilities_of_a_chat_have_their_own_form(url: str) -> None:
     body = {"messages": QUESTION, "logprobs": True, "top_logprobs": 2, **fields}
     status, answer = post(url, body, CHAT)
     assert status == 200
+
     content = answer["choices"][0]["logprobs"]["content"]
     assert (
         "".join(entry["token"] for entry in content) == answer["choices"][0]["message"]["content"]
     )
     assert [len(entry["top_logprobs"]) for entry in content] == [2, 2, 2]
     assert all(bytes(entry["bytes"]).decode() == entry["token"] for entry in content)
+
     completed = complete(url, prompt="def add(a, b):\n", logprobs=2, **fields)
     assert [entry["logprob"] for entry in content] == completed["logprobs"]["token_logprobs"]
 
@@ -654,23 +637,19 @@ def test_a_failing_engine_fails_its_requests_and_ends_the_server(
 
 @contextlib.contextmanager
 def serving_command(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Yields a process of the command with a small target, and its host and port, when it is ready."""
+    """Yields a process of the command with a small target, and its address when ready."""
     (folder / "mine.py").write_text(
         "import tiny\n\ndef target(argument, *, dtype):\n    return tiny.target(13)\n"
     )
+
     words = [
-        sys.executable,
-        "-m",
-        "eagle3_jax",
-        "serve",
-        "--target",
-        "mine:target",
-        "--drafter",
-        "none",
-    ]
+        sys.executable, "-m", "eagle3_jax", "serve", "--target", "mine:target", "--drafter", "none",
+    ]  # fmt: skip
     words += ["--port", "0", "--capacity", "512", "--slots", "1", "--chunk", "32"]
+
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+
     with subprocess.Popen(words, **pipes, text=True, cwd=folder, env=environment) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -692,12 +671,14 @@ def test_a_signal_ends_the_server_after_its_requests(tmp_path: Path) -> None:
         idle = http.client.HTTPConnection(address, timeout=60)
         idle.connect()
         response = begin_long_stream(address)
+
         process.send_signal(signal.SIGTERM)
         time.sleep(0.05)
         with contextlib.suppress(OSError, http.client.HTTPException):  # it may have ended already
             idle.request("GET", "/health")
             refusal = idle.getresponse()
             assert (refusal.status, refusal.headers["Retry-After"]) == (503, "1")
+
         lines = response.read().decode()
         assert lines.endswith("data: [DONE]\n\n") and '"finish_reason": "length"' in lines
         assert process.wait(60) == 0

@@ -1,6 +1,6 @@
-"""The library's contract of drafters: every method keeps it, and each of its checks finds a broken drafter.
+"""The contract of drafters: every method keeps it, and each check finds a broken drafter.
 
-A new method is one more row of ``ALL_DRAFTERS``.
+A new method is one more row of ``ALL_DRAFTERS`` in ``drafter_table.py``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from drafter_table import ALL_DRAFTERS, SAMPLED_TREE, TARGET, drafter_of
 from faults import Fault
 from ordinary import VOCABULARY, Ordinary, observing, proposing, replaced, with_field
 
 from eagle3_jax import check_drafter
 from eagle3_jax.decode import LoadedDrafter
-from eagle3_jax.drafters import Fallback, Markov, NGram, Plain, Suffix, layer_skip
+from eagle3_jax.drafters import NGram, Plain
 from eagle3_jax.testing import DRAFTER_CHECKS
 from eagle3_jax.testing.drafter import (
     draft_after_prompt,
@@ -31,76 +32,13 @@ from eagle3_jax.testing.drafter import (
 )
 from eagle3_jax.testing.scripted import FixedTree, RootState
 from eagle3_jax.testing.subject import Subject, repeat_row
-from eagle3_jax.topology import Chain, DynamicTree
-from eagle3_jax.types import Draft, DraftSampling, SamplingParams
+from eagle3_jax.types import Draft, SamplingParams
 
-TARGET = tiny.target(13)
-PROBABILISTIC = DraftSampling.PROBABILISTIC
-TREE = DynamicTree(num_nodes=9, max_depth=3, top_k=3)
-RARE = NGram(2, min_ngram=2)  # some rows of a batch match, others do not
-ALL_DRAFTERS: dict[str, Callable[[], LoadedDrafter]] = {
-    "plain": lambda: LoadedDrafter(Plain()),
-    "plain, padded": lambda: LoadedDrafter(Plain(4)),
-    "n-grams": lambda: LoadedDrafter(NGram(3)),
-    "suffixes": lambda: LoadedDrafter(Suffix(3)),
-    "EAGLE-3 chain": lambda: tiny.eagle3(TARGET, Chain(3), draft_vocab_size=7),
-    "EAGLE-3 sampled chain": lambda: tiny.eagle3(
-        TARGET, Chain(3), draft_vocab_size=7, draft_sampling=PROBABILISTIC
-    ),
-    "EAGLE-3 dynamic tree": lambda: tiny.eagle3(TARGET, TREE),
-    "EAGLE-3 static tree": lambda: tiny.eagle3(TARGET, tiny.STATIC_TREE),
-    "draft model chain": lambda: tiny.draft_model(TARGET, Chain(3)),
-    "draft model sampled chain": lambda: tiny.draft_model(
-        TARGET, Chain(3), draft_sampling=PROBABILISTIC
-    ),
-    "draft model dynamic tree": lambda: tiny.draft_model(TARGET, TREE),
-    "layer skip": lambda: layer_skip(TARGET, 1),
-    "EAGLE-2 dynamic tree": lambda: tiny.eagle1(TARGET, TREE),
-    "EAGLE-1 drawn tree": lambda: tiny.eagle1(
-        TARGET, tiny.STATIC_TREE, num_layers=2, draft_sampling=PROBABILISTIC
-    ),
-    "MTP chain": lambda: tiny.mtp(TARGET, Chain(3), own_output=True),
-    "DFlash chain": lambda: tiny.dflash(TARGET, Chain(3), draft_vocab_size=7),
-    "DSpark sampled chain": lambda: tiny.dflash(
-        TARGET, draft_sampling=PROBABILISTIC, block_size=3, from_anchor=True, markov=Markov(rank=4)
-    ),
-    "DSpark dynamic tree": lambda: tiny.dflash(TARGET, TREE, markov=Markov(rank=4)),
-    "EAGLE-3.1 chain": lambda: tiny.eagle3(
-        TARGET, Chain(2), norm_output=True, fc_norm=True, num_layers=2
-    ),
-    "Medusa chain": lambda: tiny.medusa(TARGET, Chain(3), shared_output=True, draft_vocab_size=7),
-    "Medusa sampled chain": lambda: tiny.medusa(TARGET, Chain(3), draft_sampling=PROBABILISTIC),
-    "Medusa dynamic tree": lambda: tiny.medusa(TARGET, TREE),
-    "Medusa static tree": lambda: tiny.medusa(TARGET, tiny.STATIC_TREE),
-    "EAGLE-3 under a window": lambda: tiny.eagle3(
-        TARGET, tiny.STATIC_TREE, layers=tiny.layers(1, window=3)
-    ),
-    "P-EAGLE chain": lambda: tiny.p_eagle(TARGET, Chain(3), draft_vocab_size=7),
-    "P-EAGLE sampled chain": lambda: tiny.p_eagle(TARGET, Chain(3), draft_sampling=PROBABILISTIC),
-    "P-EAGLE dynamic tree": lambda: tiny.p_eagle(TARGET, TREE),
-    "n-grams, else an EAGLE-3 chain": lambda: Fallback.of(
-        RARE, tiny.eagle3(TARGET, Chain(3), draft_vocab_size=7)
-    ),
-    "n-grams, else a sampled EAGLE-3 chain": lambda: Fallback.of(
-        RARE, tiny.eagle3(TARGET, Chain(3), draft_vocab_size=7, draft_sampling=PROBABILISTIC)
-    ),
-    "n-grams, else an EAGLE-3 dynamic tree": lambda: Fallback.of(RARE, tiny.eagle3(TARGET, TREE)),
-}
 DISTRIBUTION = "sampled output has the target's distribution"
 # Samples with which every fault of BROKEN is detected.
 ENOUGH = {"draws from what it declares": 32768}
 # test_greedy and test_long_distribution cover every method.
 COSTLY = {"greedy output is the target's", DISTRIBUTION}
-SAMPLED_TREE = LoadedDrafter(
-    tiny.Sampled((-1, 0, 0, 1)),
-    jnp.array(np.random.default_rng(0).dirichlet(np.ones(13), 13), jnp.float32),
-)
-
-
-@functools.cache
-def drafter_of(name: str) -> LoadedDrafter:
-    """One of :data:`ALL_DRAFTERS`."""
-    return ALL_DRAFTERS[name]()
 
 
 @functools.cache
@@ -185,7 +123,7 @@ class Sampling(FixedTree):
     distribution: Callable[[Any], Any]
     declared: Any  #: The declared distributions.
 
-    # its arrays have no hash
+    # Its arrays have no hash.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
@@ -332,7 +270,7 @@ def test_a_right_distribution_without_accepted_drafts_is_not_a_pass() -> None:
 
 
 def with_unsafe_node(draft, fields):
-    """Returns a draft with an unsafe node 1; node 2, its sibling, is a point mass that the target may accept."""
+    """Returns a draft with an unsafe node 1, whose sibling, a point mass, may be accepted."""
     parents = draft.parents.at[:, 2].set(0)
     return with_field(parents=lambda _: parents, **fields)(draft)
 

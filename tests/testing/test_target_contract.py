@@ -1,4 +1,4 @@
-"""The library's contract of targets: every family keeps it, and each of its checks finds a broken target.
+"""The contract of targets: every family keeps it, and each check finds a broken target.
 
 A new family is one more recipe in ``families.py``.
 """
@@ -23,29 +23,17 @@ from faults import Fault
 from flax import struct
 from jaxtyping import Array
 from recurrent import Recurrent, RecurrentTarget
+from target_table import ALL_TARGETS, FEW
 
 from eagle3_jax import Chain, LoadedTarget, SpeculationSchedule, SpeculativeDecoder, check_target
 from eagle3_jax.drafters import NGram, Plain
 from eagle3_jax.models.config import Experts
-from eagle3_jax.models.layers import BFLOAT16
 from eagle3_jax.testing import TARGET_CHECKS
 from eagle3_jax.testing.report import Skipped
 from eagle3_jax.testing.subject import Subject
 from eagle3_jax.tree import causal_mask
 from eagle3_jax.types import EmbeddingTables
 
-ALL_TARGETS: dict[str, Callable[[], LoadedTarget]] = {
-    **{
-        name: functools.partial(random_targets.of_family, recipe)
-        for name, recipe in families.RECIPES.items()
-    },
-    "llama, bfloat16": lambda: tiny.target(13, precision=BFLOAT16, layers=tiny.layers(1)),
-    "a window, and no rotation": lambda: tiny.target(
-        13, layers=tiny.layers(1, window=3) + tiny.layers(1, rope=None, qk_norm=True)
-    ),
-    "a table": lambda: tables.target(np.random.default_rng(0).normal(0, 1.5, (13**2, 13)), 2),
-    "attention and a recurrence": recurrent.target,
-}
 # Checks of optional features that a target lacks.
 OPTIONAL = {("a table", "lends its tables")}
 
@@ -54,10 +42,6 @@ OPTIONAL = {("a table", "lends its tables")}
 def subject(name: str) -> Subject:
     target = ALL_TARGETS[name]()
     return Subject(target.model, target=target)
-
-
-# Next to targets without a family: experts, latent attention, a recurrence. The others are slow.
-FEW = {"qwen3_moe", "deepseek_v3", "qwen3_5_text", *(ALL_TARGETS.keys() - families.RECIPES.keys())}
 
 
 LONG = "a long text equals its tokens one by one"
@@ -114,7 +98,7 @@ def replaced(**members: Any) -> LoadedTarget:
 def answering(
     change: Callable[[Array], Array] = lambda final: final, **changes: Callable[[dict], Any]
 ) -> LoadedTarget:
-    """Returns a recurrent target that runs with changed arguments, or returns changed final states."""
+    """Returns a recurrent target that runs with changed arguments or returns changed states."""
 
     def call(self, params, tokens, positions, mask, cache=None, aux_layers=(), length=None):
         arguments = {"tokens": tokens, "positions": positions, "mask": mask, "cache": cache}
@@ -276,7 +260,7 @@ def recurrent_decoder(name: str) -> SpeculativeDecoder:
 
 @pytest.mark.parametrize("name", DRAFTS)
 def test_a_recurrence_writes_its_own_text_with(name: str) -> None:
-    """States that cannot be rolled back: ragged prompts, ragged limits, rows that leave, drafts refused half-way."""
+    """States that cannot be rolled back: ragged prompts and limits, drafts refused half-way."""
     result = recurrent_decoder(name).generate(PROMPTS, max_new_tokens=LIMITS)
     assert (
         result.tokens
@@ -290,7 +274,10 @@ def test_a_recurrence_writes_its_own_text_with(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["a table's chain", "a table's tree"])
 def test_rounds_by_hand_leave_the_state_of_the_text(name: str) -> None:
-    """After every round the recurrent state is, to rounding, that of a fresh prefill of the text without its root."""
+    """After each round the state is, to rounding, that of a prefill of the text so far.
+
+    The text is that without its root.
+    """
     positions = jnp.broadcast_to(jnp.arange(24, dtype=jnp.int32), (3, 24))
     model = RECURRENT.model
 

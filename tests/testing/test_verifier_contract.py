@@ -1,4 +1,4 @@
-"""The library's contract of acceptance rules: its own rules keep it, and each of its checks finds a broken rule."""
+"""The contract of acceptance rules: the library's keep it, and each check finds a broken one."""
 
 from __future__ import annotations
 
@@ -181,7 +181,10 @@ def test_an_exact_rule_passes_every_check(rule: Any) -> None:
 
 
 class OneLook:
-    """Samples a token after every node and follows the draft while it agrees; reads temperatures, and no mode."""
+    """Samples a token after every node and follows the draft while it agrees.
+
+    It reads temperatures, and no mode.
+    """
 
     lossless = True
 

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import tiny
 from block_heads import BlockHead, biased, chosen_ids, run_block
-from checkpoints import loaded_head
+from checkpoints import loaded_head, target_tables
 from scipy.special import softmax
-from test_dflash import EMBEDDING, OUTPUT
 
 from eagle3_jax.drafters import Markov
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
@@ -23,6 +22,7 @@ from eagle3_jax.training.methods import RECIPES, HeadOptions, spread_layers
 from eagle3_jax.types import EmbeddingTables, TargetOutput
 
 SIZE = 9
+EMBEDDING, OUTPUT = target_tables()
 
 
 class GivenTarget(DecoderTarget):

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
+from chat_templates import SPECIAL, TEMPLATES, with_bos
 from models_on_disk import bytes_tokenizer
-from test_chat import SPECIAL, TEMPLATES, with_bos
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
 
 from eagle3_jax import ChatTemplate, LoadedTarget
