@@ -127,9 +127,9 @@ class RecurrentTarget:
     ) -> Float[Array, "B T+1 K M"]:
         """Returns the states before the block and after each node: decayed, plus an update."""
         size = x.shape[1]
-        others = mask & ~jnp.eye(size, dtype=bool)
+        others = mask & ~jnp.eye(size, dtype=bool)[None]
         # 0 is the committed state.
-        parents = jnp.max(jnp.where(others, jnp.arange(1, size + 1), 0), axis=-1)
+        parents = jnp.max(jnp.where(others, jnp.arange(1, size + 1)[None, None], 0), axis=-1)
         decay = jax.nn.sigmoid(x @ params["gate"])[:, :, None, None]
         added = jnp.einsum("btk,btm->btkm", x @ params["rk"], x @ params["rv"])
         before = jnp.concatenate([start[:, None], jnp.zeros_like(added)], axis=1)
