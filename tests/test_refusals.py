@@ -172,7 +172,10 @@ REQUESTS: Refusals = [
     )
 ]
 REQUESTS += [
-    (lambda: PLAIN.encode(np.array([[1, 2, 3], [4, 5, 6]])), r"shape \(2, 3\); expected \[T\]"),
+    (
+        lambda: PLAIN.target.encode(np.array([[1, 2, 3], [4, 5, 6]])),
+        r"shape \(2, 3\); expected \[T\]",
+    ),
     (
         lambda: PLAIN.step(PLAIN.prefill([1], max_new_tokens=3).replace(sampling={})),
         "sampling is {}; expected SamplingParams",
