@@ -52,8 +52,8 @@ def _unread_experts(params: Any, config: DecoderConfig) -> int:
     """Counts the bytes of the experts that a token does not go through, quantized or not."""
     unread = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(params["blocks"]):
-        index, *names = [getattr(entry, "key", getattr(entry, "idx", None)) for entry in path]
-        mlp = config.layers[int(index)].mlp  # type: ignore[arg-type]
+        index, *names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        mlp = config.layers[int(index)].mlp
         if isinstance(mlp, Experts) and not _STACKS.isdisjoint(names) and "shared" not in names:
             unread += leaf.nbytes * (mlp.num_experts - mlp.per_token) // mlp.num_experts
     return unread

@@ -22,7 +22,7 @@ from eagle3_jax.models.routers import Routing
 # Rows of a run. CPUs loop over experts for at most _SHORTEST tokens.
 _SHORTEST = 8
 _LONGEST = 128
-# Up to so many tokens, accelerators run all experts in less time than it takes to sort the rows.
+# Up to this number of tokens, running all experts takes an accelerator less time than sorting.
 _DENSE = 128
 
 

@@ -70,7 +70,7 @@ def _yarn(
     """Interpolates by parts (NTK), with an attention temperature (Peng et al., 2023, section 3)."""
 
     def dimension_of(rotations: float) -> float:
-        # The d whose wavelength, 2π θ^(2d/H), fits so many times into the original context.
+        # The d at which the original context holds this number of wavelengths 2π θ^(2d/H).
         power = original / (rotations * 2 * math.pi)
         return head_dim * math.log(power) / (2 * math.log(config.theta))
 

@@ -182,7 +182,7 @@ def _count(
     leaf_axes = jax.tree.leaves(axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
     for (path, leaf), named_axes in zip(leaves, leaf_axes, strict=True):
-        names = [str(getattr(entry, "key", getattr(entry, "idx", entry))) for entry in path]
+        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
         index = _layer_index(names) if layers else None
         # One matrix, the last columns of which give keys and values.
         if "qkv" in names and len(leaf.shape) == 2:
