@@ -184,8 +184,8 @@ def generate(
         raise Misuse("stop texts and --logprobs work with --json and without --trace")
     _check_sampling(requests)
 
-    # Every process of a mesh reads the rounds; the first one writes them.
     keep_compiled_programs(running.compilation_cache)
+    # Every process of a mesh reads the rounds; the first one writes them.
     if not join(running.distributed, running.mesh) and running.trace is not None:
         running = dataclasses.replace(running, trace=Path(os.devnull))
 
