@@ -77,6 +77,7 @@ def vllm_engines(folder: Path) -> dict[str, Engine]:
             "--model", str(target), "--host", "127.0.0.1", "--dtype", "float32",
             "--max-model-len", "512", "--enforce-eager",
         ]  # fmt: skip
+
         options = () if draft else PLAIN
         if draft:
             command += ["--speculative-config", json.dumps({"num_speculative_tokens": 3, **draft})]

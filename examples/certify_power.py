@@ -169,10 +169,12 @@ def alarms(name: str, runs: int) -> dict[str, Any]:
     sampling, manners = HONEST[name]
     verdicts: Counter[str] = Counter()
     smallest = 1.0
+
     for run in range(runs):
         source = FaultySource(FaultySampler(sampling=sampling), **manners)
         plan = dataclasses.replace(PLAN, sampling=sampling, seed=10_000 * run)
         certificate = certify(source, plan)
+
         verdicts[str(certificate.verdict)] += 1
         p_value = min(test.p_value for test in certificate.tests + certificate.first_tokens)
         smallest = min(smallest, p_value / certificate.level * ALPHA)

@@ -257,10 +257,12 @@ def in_batches(
         batch = requests[start : start + SLOTS]
         prompts = [request.tokens for request in batch]
         limits = [request.max_new_tokens for request in batch]
+
         state = decoder.prefill(prompts, max_new_tokens=limits, capacity=512)
         while bool(state.running.any()):
             state = decoder.step(state).state
             rounds += 1
+
         outputs += decoder.result(state, prompts, seconds=0.0).tokens
     return outputs, rounds
 
@@ -755,12 +757,16 @@ def timed_command(command: Sequence[str]) -> Record:
     begin = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert process.stdout is not None
+    # The first byte arrives with the first character.
     os.read(process.stdout.fileno(), 1)
     first = time.monotonic() - begin
     process.stdout.read()
+
+    # wait4 also returns the peak memory of this process.
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise ValueError(f"{' '.join(command)} failed")
+
     return {
         "first_character_seconds": first,
         "seconds": time.monotonic() - begin,
@@ -773,14 +779,17 @@ def divergence(options: Options) -> Record:
     dense = e3.load_target(options.target)
     prompts = in_turn(prompts_of(options.prompts, dense, NEW_TOKENS), options.max_prompts)
     answers = greedy(dense, prompts)
+
     int8 = e3.load_target(options.target, weights="int8")
     pairs = [
         compared(dense, int8, prompt.tokens, answer)
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
+
     nats = np.concatenate([pair[0] for pair in pairs])
     same = np.concatenate([pair[1] for pair in pairs])
     equal = [answer == text for answer, text in zip(answers, greedy(int8, prompts), strict=True)]
+
     return {
         "prompts": len(prompts),
         "tokens": len(nats),
@@ -979,12 +988,14 @@ def parsed(words: Sequence[str]) -> Options:
     as_written = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
+
     for name, experiment in EXPERIMENTS.items():
         description = inspect.getdoc(experiment.measure) or ""
         summary = f"{description.splitlines()[0]} ({experiment.duration})"
         command = names.add_parser(
             name, help=summary, description=description, formatter_class=as_written
         )
+
         for option, default in experiment.options.items():
             argument = dict(ARGUMENTS[option])
             is_required = default is REQUIRED
@@ -992,6 +1003,7 @@ def parsed(words: Sequence[str]) -> Options:
                 shown = " ".join(map(str, default if isinstance(default, list) else [default]))
                 argument |= {"default": default, "help": f"{argument['help']}  [default: {shown}]"}
             command.add_argument(f"--{option.replace('_', '-')}", required=is_required, **argument)
+
         command.add_argument("--output", type=Path, help="JSON file for the record")
     return parser.parse_args(words)
 

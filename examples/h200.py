@@ -271,6 +271,7 @@ def time_each_once(record: Record, cells: dict[str, Cell]) -> dict[str, list[Pac
         if record.remaining_seconds() < 1.2 * longest:  # the next one will take no less
             record.add(name, {"skipped": "no time was left; run the command again"})
             continue
+
         start = time.monotonic()
         try:
             with CompileClock() as clock:
@@ -281,6 +282,7 @@ def time_each_once(record: Record, cells: dict[str, Cell]) -> dict[str, list[Pac
             print(f"  {name}: {1e3 * paces[name][0].seconds_per_round:.3f} ms a round", flush=True)
         except Exception as error:
             record.add(name, failure(error))
+
         longest = max(longest, time.monotonic() - start)
     return paces
 
@@ -342,6 +344,7 @@ def weights(setting: Setting, record: Record) -> None:
     """Times a plain step, a round and a verification with kernels in bfloat16, FP8 and int8."""
     measured = record.result["parts"].get("device", {}).get("figures", {}).get("bytes_per_second")
     record.add("copy_bytes_per_second", (measured or bandwidths(setting.stream))["copy"])
+
     targets = {name: pair(setting, stored)[0] for name, stored in WEIGHTS.items()}
     slots = mean_slots(setting, setting.context)
     for name, context in (("weight_bytes", 0), ("step_bytes", slots)):
@@ -349,6 +352,7 @@ def weights(setting: Setting, record: Record) -> None:
             name,
             {kind: step_bytes(target, rows=1, context=context) for kind, target in targets.items()},
         )
+
     # Verification comes last, because the time may not suffice for all nine programs.
     cells = {
         f"{kind}, {draft}": cell(setting, draft, weights=stored)
@@ -393,7 +397,9 @@ def tiles(setting: Setting, record: Record) -> None:
     matrices = [
         leaf for leaf in jax.tree.leaves(pair(setting)[0].params["blocks"]) if leaf.ndim == 2
     ]
+
     interpret = jax.default_backend() == "cpu"  # a rehearsal
+
     for count in (1, NODES, LARGEST):
         rows = jnp.ones((count, max(map(len, matrices))), jnp.bfloat16)
         cells = {f"{count} rows, XLA": products(jnp.matmul, matrices, rows)}
@@ -487,10 +493,12 @@ def profile(setting: Setting, record: Record) -> None:
         "tokens": min(setting.tokens, 32),
         "compiler_options": WHILE_PROFILED,
     }
+
     for draft in ("plain", "chain"):
         decoder = decoder_of(setting, draft)
         for _ in range(2):
             timed_rounds(decoder, **options)
+
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder):
                 pace = timed_rounds(decoder, **options)

@@ -197,6 +197,7 @@ class Experiment:
             "drafter": about["drafter"],
             "options": {name: getattr(self.options, name) for name in names},
         }
+
         return read_record(self.path, conditions) or conditions | {
             "environment": about,
             "cells": {},
@@ -240,6 +241,7 @@ class Experiment:
                         figures = self._measure(cell, engine)
                     except Exception as error:  # of one cell; the others are measured
                         figures = failure(error)
+
                     seconds = time.monotonic() - start
                     self.record["cells"][cell.key] = figures | {"seconds": round(seconds, 1)}
                     write_record(self.path, self.record)
@@ -362,6 +364,7 @@ def table_row(
     ours = cell["rival"] == OURS
     acceptance = row["acceptance"]
     texts = (row if ours else next_to_vllm or row)["same_texts"]
+
     return [
         cell["prompts"],
         f"{cell['temperature']:g}",
@@ -391,11 +394,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None
+
     experiment.run()
+
     warning = "A REHEARSAL: no figure counts.\n\n" * options.rehearse
     text = warning + to_markdown(COLUMNS, table(experiment.record))
     print(text)
     write_text(options.output / "headline.md", text + "\n")
+
     if missing := experiment.missing():
         raise SystemExit(
             f"error: {len(missing)} cells failed; the same command measures them again:"

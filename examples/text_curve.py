@@ -118,7 +118,9 @@ def read_texts(directory: Path) -> tuple[Texts, Texts]:
         sys.exit(
             f"{directory} holds no texts-*.npz; give a directory that `eagle3 train data` wrote"
         )
+
     texts = Texts.joined(Texts.load(path) for path in paths)
+
     seen: set[tuple[int, bytes]] = set()
     rows = []
     for index, prompt in enumerate(texts.prompts()):
@@ -132,6 +134,7 @@ def read_texts(directory: Path) -> tuple[Texts, Texts]:
                     int(texts.document[index]),
                 )
             )
+
     order = np.random.default_rng(0).permutation(len(rows))
     shuffled = Texts.of(rows[index] for index in order)
     is_held_out = shuffled.held_out(HELD_OUT)

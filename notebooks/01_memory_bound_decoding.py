@@ -144,10 +144,12 @@ def step_bound_answer(num_bytes, operations, bandwidth, peak):
 def check_step_bound(step_bound):
     plain = step_bound(16e9, 16e9, 4e12, 1e15)
     assert abs(plain - 0.004) < 1e-9, "16 GB at 4 TB/s take 4 ms; the arithmetic is faster"
+
     large_batch = step_bound(16e9, 16e12, 4e12, 1e15)
     assert abs(large_batch - 0.016) < 1e-9, (
         "a thousand times the arithmetic takes 16 ms, longer than reading"
     )
+
     model = deployed("Llama-3.1-8B", "bfloat16")
     for batch, tokens in ((1, 1), (1, 6), (64, 6), (512, 6)):
         work = forward_work(
@@ -354,9 +356,8 @@ for size, milliseconds in spread.items():
 # faster than the line for reading.
 
 # %% tags=["hide-input"]
-here = Deployment(
-    target=target.model.config, head=None, accelerator=H200, cache="float32"
-)  # mixed: caches in float32
+# In the precision mixed, the caches are in float32.
+here = Deployment(target=target.model.config, head=None, accelerator=H200, cache="float32")
 works = [
     forward_work(here, here.target, batch=1, context=256, tokens=size, logits=size)
     for size in SIZES
@@ -464,6 +465,7 @@ def check_best_length(best_length):
         "if v is K + 1, no draft is faster than plain decoding"
     )
     assert best_length([1, 1.9, 2.0], [1, 1.0, 1.0], 0.3) == 1, "1.9 / 1.3 is above 2.0 / 1.6"
+
     for k in range(4):
         gain = speedup(taus[k], num_draft_tokens=k, verify_cost=1.1, draft_cost=0.1)
         best = best_length(taus, [1.1] * 4, 0.1)

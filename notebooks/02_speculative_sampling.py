@@ -181,12 +181,16 @@ def distributions_of_next(target, head, tokens):
     decoder = e3.SpeculativeDecoder(
         target, head, num_speculative_tokens=1, draft_sampling=e3.DraftSampling.PROBABILISTIC
     )
+
     state = decoder.prefill([tokens], max_new_tokens=8)
     text = state.tokens[:, : len(tokens) + 1]
     drafted = decoder.step(state.replace(sampling=sampling)).draft
+
+    # The target over the text; the last position predicts the token after it.
     positions = jnp.arange(text.shape[1])[None]
     final = target.model(target.params, text, positions, causal_mask(text.shape[1])).final
     logits = target.model.unembed(target.params, final[:, -1:])
+
     return (
         text[0].tolist(),
         np.asarray(jax.nn.softmax(logits[0, 0])),
@@ -280,9 +284,11 @@ def check_verify_chain(verify_chain):
         tokens = [int(rng.choice(6, p=dist / dist.sum())) for dist in q.astype(float)]
         accept = rng.random(2, np.float32)
         choose = rng.random(1, np.float32)
+
         draft = nano.Draft(jnp.array([0, *tokens]), jnp.array([-1, 0, 1]), jnp.array([q[0], *q]))
         _, count, last = theirs(draft, p, jnp.array([0, *accept]), choose, 2)
         expected = [*tokens[: int(count)], int(last)]
+
         added = list(verify_chain(tokens, p, q, accept, choose))
         assert added[: int(count)] == expected[:-1], (
             f"{int(count)} draft tokens are accepted in this round"
@@ -326,10 +332,12 @@ def round_of(state):
     texts = np.pad(np.asarray(state.tokens), ((0, 0), (0, K)))
     # the slot of the newest token, which is the root of the draft
     root_slots = np.asarray(state.length) - 1
+
     played = decoder.step(state)
     draft = jax.device_get(played.draft)
     for text, slot, chain in zip(texts, root_slots, draft.tokens, strict=True):
         text[slot : slot + K + 1] = chain
+
     probs = distributions_after(texts)
     p = np.stack(
         [row[slot : slot + K + 1] for row, slot in zip(np.asarray(probs), root_slots, strict=True)]
@@ -489,6 +497,7 @@ def outcomes_of_round(rule, prefix, levels=2):
     q = Q(prefix)
     if not levels:
         return {(token,): mass for token, mass in enumerate(rule.bonus(p, q))}
+
     dist = Counter()
     for x in range(len(p)):  # drafted with probability q(x)
         keep = rule.keep(p[x], q[x])
@@ -663,6 +672,7 @@ def frequencies(sampled_from, chunks=40, rows=1024):
     def emit(keys, p, q, sampled_from):
         uniforms = e3.uniforms(keys, 2 + 2 * e3.num_digits(V))
         x = e3.draw(jnp.broadcast_to(sampled_from, (rows, V)), uniforms[:, 2:4])
+
         root = jnp.zeros_like(x)
         draft = e3.Draft(
             tokens=jnp.stack([root, x], axis=1),
@@ -670,6 +680,7 @@ def frequencies(sampled_from, chunks=40, rows=1024):
             valid=jnp.ones((rows, 2), bool),
             probs=jnp.broadcast_to(q, (rows, 2, V)),
         )
+
         dists = jnp.broadcast_to(p, (rows, 2, V))
         verdict = e3.verify(
             draft, dists, accept=uniforms[:, :2], choose=uniforms[:, 4:], max_depth=1

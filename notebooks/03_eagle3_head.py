@@ -136,10 +136,14 @@ def attend(z, w, prefix, positions, past=None):  # z: [T D_in]; past: keys and v
     )
     q = rotate(q, positions)
     k = rotate(k, positions)
+
     if past is not None:
         k = jnp.concatenate([past[0], k])
         v = jnp.concatenate([past[1], v])
+
+    # Several heads of queries share the keys and values of one head.
     shared = [jnp.repeat(heads, HEADS // KV_HEADS, axis=1).transpose(1, 0, 2) for heads in (k, v)]
+
     scores = times(q.transpose(1, 0, 2), shared[0].transpose(0, 2, 1)) / SIZE**0.5
     seen = jnp.tril(jnp.ones(scores.shape[1:], bool), scores.shape[2] - rows)
     mixed = times(jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), shared[1])
@@ -335,8 +339,10 @@ def check_head_input(head_input):
     )
     names = ("midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight")
     small = dict(zip(names, 1 + jax.random.uniform(jax.random.key(1), (2, 8)), strict=True))
+
     x = head_input(embedded, stream, small)
     assert x.shape == (3, 16), "embedding and feature are concatenated, so the width is 2 D"
+
     token = nano.rms_norm(embedded, small[names[0]], 1e-5)
     feature = nano.rms_norm(stream, small[names[1]], 1e-5)
     assert jnp.allclose(x[:, :8], token, atol=1e-4), (
@@ -581,12 +587,10 @@ class Meddled:
 
     def observe(self, params, state, seen):
         features = seen.features[:, :, params["taps"]] * params["keep"][:, None] + params["instead"]
-        last = jnp.take_along_axis(seen.tokens, jnp.maximum(seen.length - 1, 0)[:, None], axis=1)[
-            :, 0
-        ]
-        late = seen.replace(
-            tokens=jnp.roll(seen.tokens, 1, axis=1), next_token=last
-        )  # every token one pair too late
+        # Every token one pair too late.
+        newest = jnp.maximum(seen.length - 1, 0)[:, None]
+        last = jnp.take_along_axis(seen.tokens, newest, axis=1)[:, 0]
+        late = seen.replace(tokens=jnp.roll(seen.tokens, 1, axis=1), next_token=last)
         seen = jax.tree.map(lambda a, b: jnp.where(params["unshifted"], a, b), late, seen)
         return self.inner.observe(params["drafter"], state, seen.replace(features=features))
 

@@ -163,9 +163,8 @@ head_layers = [first(state.drafter.cache), guessed, guessed, first(observed.cach
 target_layers = [first(state.cache), first(state.cache), written, first(after)]
 lengths = [n, n, n, after.length]
 names = ["before", "propose", "verify", "commit, observe"]
-row = int(
-    np.argmax((verdict.num_accepted > 0) & (verdict.num_accepted < K))
-)  # a row with a partly rejected draft
+# A row with a partly rejected draft.
+row = int(np.argmax((verdict.num_accepted > 0) & (verdict.num_accepted < K)))
 print("accepted of", K, "draft tokens:", verdict.num_accepted, "  lengths", n, "->", after.length)
 assert 0 < int(verdict.num_accepted[row]) < K
 assert np.array_equal(observed.cache.length, after.length)
@@ -622,9 +621,9 @@ class KeepsGuesses(Eagle3Drafter):
         after = super().observe(params, state, seen)
         slot = jnp.arange(state.cache.layers[0].capacity)[None, :]
         n = state.cache.length[:, None]
-        guesses = jnp.minimum(seen.length - 1, self.max_depth - 1)[
-            :, None
-        ]  # accepted tokens that the head processed while drafting
+
+        # Accepted tokens that the head processed while drafting keep their slots.
+        guesses = jnp.minimum(seen.length - 1, self.max_depth - 1)[:, None]
         guessed_slots = ((slot >= n) & (slot < n + guesses) & (n > 0))[:, None, :, None]
         layers = jax.tree.map(
             lambda old, new: jnp.where(guessed_slots, old, new),

@@ -170,6 +170,7 @@ def check_keep_best(keep_best):
         4,
         6,
     }, "the five highest scores are those of 0, 2, 3, 4, 6"
+
     assert list(chosen) == [0, 2, 3, 4, 6], "kept nodes stay in the order in which they were scored"
     assert list(new_parents) == [
         0,
@@ -178,6 +179,7 @@ def check_keep_best(keep_best):
         1,
         3,
     ], "parents are numbers of the draft: node 3 of the pool is node 3"
+
     chosen, _ = keep_best(np.array([-1.0, -1.0, -1.0]), np.array([-1, 0, 1]), 2)
     assert list(chosen) == [0, 1], "of equal scores, the earlier node is kept"
 
@@ -234,12 +236,14 @@ def dynamic_tree(known, topology):
     """Tokens, parents, scores and probabilities of a dynamic tree, and the scores of the pool."""
     n, tokens, stream = after_root(known)
     logq, outputs = (np.array(x) for x in run_head(tokens, stream, n - 1))
+
     first = best(logq[0], topology.top_k)
-    pool = [
-        (logq[0, i], to_target[i], -1, logq[0, i]) for i in first
-    ]  # score, token, parent in the pool, its own ln q
-    frontier = np.arange(topology.top_k)  # pool indices of the nodes that are expanded next
-    rows = np.zeros(topology.top_k, int)  # the row of run_head that each node continues
+    # score, token, parent in the pool, its own ln q
+    pool = [(logq[0, i], to_target[i], -1, logq[0, i]) for i in first]
+    # Pool indices of the nodes that are expanded next, and the row of run_head that each continues.
+    frontier = np.arange(topology.top_k)
+    rows = np.zeros(topology.top_k, int)
+
     for level in range(1, topology.max_depth):
         # The draft token replaces the token. The head's output at its parent replaces the feature.
         tokens = tokens[rows]
@@ -247,18 +251,24 @@ def dynamic_tree(known, topology):
         tokens[:, n - 1 + level] = [pool[node][1] for node in frontier]
         stream[:, n - 1 + level] = outputs[rows]
         logq, outputs = (np.array(x) for x in run_head(tokens, stream, n - 1 + level))
+
+        # Each new node has the sum of ln q on its path as its score.
         start = len(pool)
         for row, node in enumerate(frontier):
             pool += [
                 (np.float32(pool[node][0] + logq[row, i]), to_target[i], node, logq[row, i])
                 for i in best(logq[row], topology.top_k)
             ]
+
         frontier = start + best(np.array([entry[0] for entry in pool[start:]]), topology.top_k)
         rows = (frontier - start) // topology.top_k
+
+    # Of the whole pool, the best nodes are the draft.
     scores = np.array([entry[0] for entry in pool])
     chosen, parents = keep_best(
         scores, np.array([entry[2] for entry in pool]), topology.num_nodes - 1
     )
+
     return {
         "tokens": np.array([known[-1], *(pool[entry][1] for entry in chosen)]),
         "parents": np.array([-1, *parents]),
@@ -461,6 +471,7 @@ def shown(round_, built, number):
     """The arguments of a picture: the draft, then the token that the target added."""
     end = round_["path"][-1] if round_["path"] else 0
     kind = style.CORRECTED if end in round_["parents"] else style.BONUS
+
     return {
         "tokens": [tokenizer.decode([int(token)]) for token in [*round_["tokens"], round_["next"]]],
         "parents": [*round_["parents"].tolist(), end],
@@ -773,6 +784,7 @@ def generate_answer(pair, prompt, max_new_tokens):
         path = accepted_path(tokens, parents, choice)
         end = path[-1] if path else 0
         added = [*(int(tokens[node]) for node in path), int(choice[end])]
+
         pair.commit([0, *path])
         pair.observe(added)
         new += added
@@ -928,16 +940,18 @@ class Pair:
 
     def observe(self, added):
         count = len(added)
-        size = max(
-            count, self.shape.depth + 1
-        )  # one shape for all rounds; slots after the added ones are ignored
+        # One shape for all rounds; slots after the added ones are ignored.
+        size = max(count, self.shape.depth + 1)
         tokens = np.pad(np.array(added), (0, size - count))
+
         fused = jnp.pad(self.features @ self.head["fc.weight"].T, ((0, size - count), (0, 0)))
         start = self.length - count
         causal = np.tril(np.ones((size, size), bool))
+
         output, _, self.head_cache = self.run_head(
             tokens, fused, start + np.arange(size), self.head_cache, start, causal
         )
+
         self.output = output[count - 1][None]
         self.root = added[-1]
 

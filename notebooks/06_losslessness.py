@@ -192,15 +192,18 @@ def check_unit_in_last_place(unit_in_last_place):
     assert np.allclose(unit_in_last_place(np.array([8.0, 15.9])), 1 / 16), (
         "numbers from 8 to 16 are 1/16 apart"
     )
+
     values = np.geomspace(0.01, 200, 60).astype(ml_dtypes.bfloat16)
     # the next number has the next bit pattern
     above = (values.view(np.uint16) + 1).view(ml_dtypes.bfloat16)
     gaps = above.astype(float) - values.astype(float)
     units = unit_in_last_place(values.astype(float))
+
     wrong = np.flatnonzero(~np.isclose(units, gaps))
     assert not wrong.size, (
         f"after {values[wrong[0]]} the next number is {above[wrong[0]]}, {gaps[wrong[0]]} higher"
     )
+
     assert np.allclose(unit_in_last_place(np.array([20.0])), bfloat16_ulp(20.0)), (
         "the unit of the validation"
     )
@@ -232,8 +235,10 @@ def along_one_text(dtype, prompts, steps):
     model = e3.load_target(dtype=dtype)
     state = e3.SpeculativeDecoder(model, stop_tokens=()).prefill(prompts, max_new_tokens=steps + 1)
     root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)[:, 0]
+
     caches = {1: state.cache, K + 1: state.cache}
     seen = []
+
     for _ in range(steps):
         logits = {}
         for block in caches:
@@ -422,10 +427,13 @@ def real_pairs(rounds=6, size=128):
         ]
         played = decoder.step(state)
         state = played.state
+
         draft = jax.device_get(played.draft)
         fed = [before + nodes.tolist() for before, nodes in zip(known, draft.tokens, strict=True)]
         for logits, q in zip(forced_logits(target, fed), draft.probs, strict=True):
             pairs += [(jax.nn.softmax(logits[-K - 1 + k]), q[k + 1]) for k in range(K)]
+
+    # The most likely tokens under either distribution, then the mass of all others.
     p, q = np.array(pairs, np.float64).swapaxes(0, 1)
     likely = np.argsort(-np.maximum(p, q), axis=1)[:, : size - 1]
     cut = [np.take_along_axis(dist, likely, axis=1) for dist in (p, q)]
@@ -468,10 +476,10 @@ def sampling_tests(propose, repeats=48):
             tokens=jnp.stack([jnp.zeros_like(x), x], axis=1),
             parents=jnp.broadcast_to(jnp.array([-1, 0], jnp.int32), (n, 2)),
             valid=jnp.ones((n, 2), bool),
-            probs=with_next(q)[:, ::-1]
-            .at[:, 1]
-            .set(declared),  # the root's entry is ignored; one injected bug reads it
+            # The root's entry is ignored; one injected bug reads it.
+            probs=with_next(q)[:, ::-1].at[:, 1].set(declared),
         )
+
         verdict = e3.verify(
             draft,
             with_next(p),
@@ -479,6 +487,7 @@ def sampling_tests(propose, repeats=48):
             choose=uniforms[:, 2 + digits :],
             max_depth=1,
         )
+
         return (
             x,
             verdict.num_accepted > 0,

@@ -139,6 +139,7 @@ def check_rates(rates):
     assert np.allclose(conditional, [8 / 10, 6 / 8, 3 / 6]), (
         "position 2 is reached only by the 8 rounds before it"
     )
+
     alpha = 0.7
     counts = [1000 * alpha, 1000 * alpha**2, 1000 * alpha**3]
     expected = tau_from_conditional_rate(alpha, 3)
@@ -377,10 +378,12 @@ def streamed(contender, prompt):
     first = last - begin
     waits = []
     sizes = []
+
     while bool(state.running[0]):
         state = contender.decoder.step(state).state
         now_long = int(state.length[0])  # reading it waits for the round
         now = time.perf_counter()
+
         waits.append(now - last)
         sizes.append(now_long - length)
         last = now
@@ -453,9 +456,8 @@ for repeat in range(4):  # the first one compiles
         batch_figures["tau"] = e3.SpeculationStats.merge(
             [run.stats for run in ours]
         ).mean_acceptance_length
-        batch_figures["of the slowest"] = (
-            (NEW - 1) * len(ours) / rounds
-        )  # tokens of a row per round of its batch
+        # Tokens of a row per round of its batch.
+        batch_figures["of the slowest"] = (NEW - 1) * len(ours) / rounds
         if repeat:
             batch_figures["round"].append(1e3 * our_seconds / rounds)
             batch_figures["cost"].append(

@@ -347,17 +347,21 @@ def stages(params):
     fused = network.fuse(features)
     embedding = layer.embedding_norm(embed(params["embedding"], text[:, 1:], precision))
     feature = layer.feature_norm(fused)
+
     # From here on each stage gets the good head's input, so an error does not spread.
     clean = bind(Eagle3Head, config, precision, reference.params["head"])
     right = clean.fuse(features)
     both = [clean.first.embedding_norm(embed(params["embedding"], text[:, 1:], precision))]
     both = jnp.concatenate([*both, clean.first.feature_norm(right)], axis=-1)
+
     attended, _ = layer.attention(both, positions, memory)
     after = right + clean.first.attention(both, positions, memory)[0]
     through = layer.mlp(layer.mlp_norm(after))
     final = after + clean.first.mlp(clean.first.mlp_norm(after))
+
     logits = network.logits(final)
     ids = params["draft_to_target"][jnp.argmax(logits, axis=-1)]
+
     return {
         "fused features": fused,
         "normed embedding": embedding,

@@ -103,8 +103,11 @@ class Newest:
         follower = jnp.where(
             index == end - 1, seen.next_token[:, None], jnp.roll(seen.tokens, -1, axis=1)
         )
+
+        # The position comes first in the code, so the maximum is the newest follower.
         code = (state["place"][:, None] + index) * self.vocab_size + follower
         newest = jax.vmap(lambda after, tokens, code: after.at[tokens].max(code))
+
         return {
             "root": jnp.where(seen.length > 0, seen.next_token, state["root"]),
             "place": state["place"] + seen.length,
@@ -364,9 +367,9 @@ class Looks:
         uniforms = e3.uniforms(keys, self.looks * nodes * e3.num_digits(vocab)).reshape(
             batch, self.looks, nodes, -1
         )
-        child = draft.valid[:, None] & (
-            draft.parents[:, None] == jnp.arange(nodes)[:, None]
-        )  # [B node child]
+        # [B node child]
+        child = draft.valid[:, None] & (draft.parents[:, None] == jnp.arange(nodes)[:, None])
+
         token = e3.draw(p, uniforms[:, 0])
         for look in range(1, self.looks):
             drafted = jnp.any(child & (draft.tokens[:, None] == token[:, :, None]), axis=-1)

@@ -26,6 +26,7 @@ def load_chat(
             e3.load_drafter(target=target),
             [target.tokenizer.encode(text).ids for text in code],
         )
+
     conversations = [[{"role": "user", "content": question}] for question in questions]
     prompts = [target.apply_chat_template(messages) for messages in conversations]
     return target, e3.load_drafter("smollm2", target=target), prompts

@@ -113,6 +113,7 @@ class Configuration:
             text = environ[name].strip()
             if not text or name not in VARIABLES:
                 continue
+
             read, valid, expected = _CHECKS.get(name, (str, bool, ""))
             try:
                 values[name] = read(text)
@@ -173,6 +174,7 @@ class Banner(NamedTuple):
             message = (
                 f"Stand-ins: {names}. Do not quote their numbers as measurements of the real parts."
             )
+
         rows = "".join(
             f"<tr><td style='white-space:nowrap'>"
             f"{'&#10003; real' if part.real else '&#9888; stand-in'}</td>"
@@ -180,6 +182,7 @@ class Banner(NamedTuple):
             f"<td style='text-align:left'>{html.escape(part.text)}</td></tr>"
             for part in self.parts
         )
+
         return (
             f"<div class='eagle3-banner' style='border-left:6px solid {edge};padding:.4em 1em;"
             f"margin:.5em 0;background:{edge}14'>"
@@ -287,6 +290,7 @@ class Machine:
         checks = self.checks("L9", "speed")
         tables = [table for check in checks for table in check.tables if _is_of_speeds(table)]
         dtype = self.configuration.dtype or (tables[0].rows[0][1] if tables else "")
+
         tables = [table for table in tables if table.rows[0][1] == dtype]
         if not tables:
             raise ValueError(f"the report has no speeds in {dtype or 'any precision'} (level L9)")
@@ -315,6 +319,7 @@ class Machine:
             device = (
                 f"{here}; {'a run' if self.is_own_report else 'the committed record'} of {source}"
             )
+
         is_own_pair = SHIPPED not in self.report.compared
         pair = self.report.compared
         parts = [Part("device", self.on_gpu, device), Part("pair", is_own_pair, pair)]
@@ -356,6 +361,7 @@ def start(environ: Mapping[str, str] = os.environ) -> Machine:
         rounds = json.loads(ROUNDS.read_text("utf-8")) if ROUNDS.is_file() else None
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
+
     return Machine(
         configuration=configuration,
         report=report,
@@ -370,9 +376,11 @@ def main(options: Sequence[str]) -> int:
     if not has_gpu():
         print("There is no GPU, so the notebooks read the committed records.")
         return 0
+
     chosen = [*Configuration.read(os.environ).options(), *options]
     validation = ["-m", "pytest", "validation", "--gpu", f"--report-dir={MEASURED}", *chosen]
     measure = [str(ROOT / "examples" / "h200.py"), f"--output={ROUNDS}"]
+
     MEASURED.mkdir(parents=True, exist_ok=True)
     codes = [
         subprocess.run([sys.executable, *command], cwd=ROOT, check=False).returncode
@@ -403,10 +411,12 @@ def _committed_rounds() -> dict[str, Figures]:
     h100 = json.loads((RESULTS / "nvidia-h100.json").read_text("utf-8"))
     h200 = json.loads((RESULTS / "nvidia-h200.json").read_text("utf-8"))
     facts = {fact["name"]: fact for fact in h100["facts"]}
+
     device = {
         "error of float32": facts["float32"]["highest"],
         "bytes_per_second": {"copy": 1e12 * facts["bandwidth, copy"]["tb_per_second"]},
     }
+
     parts = {
         "device": Figures(device, f"{h100['device']}, {h100['date']}"),
         "round": Figures(h100["rounds"]["figures"], f"{h100['device']}, {h100['date']}"),

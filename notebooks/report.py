@@ -61,6 +61,7 @@ def main() -> int:
         help="a folder of .ipynb",
     )
     add("--output", type=Path, default=BUILD / "gpu-notebooks.html")
+
     options = parser.parse_args()
     try:
         text = page(
@@ -73,6 +74,7 @@ def main() -> int:
         )
     except ValueError as error:
         parser.error(str(error))
+
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(text, encoding="utf-8")
     print(f"{options.output}: {len(text) / 1e6:.1f} MB")
@@ -108,6 +110,7 @@ def page(folder: Path, *, expected: Sequence[str] = ()) -> str:
         return f"[{text}](#{name})" if name in notebooks else text
 
     markdown = nbformat.v4.new_markdown_cell
+
     cells = [markdown(_top(notebooks, [*dict.fromkeys([*expected, *notebooks])]))]
     for name, notebook in notebooks.items():
         cells.append(markdown(f'<a id="{name}"></a>'))
@@ -117,6 +120,7 @@ def page(folder: Path, *, expected: Sequence[str] = ()) -> str:
             cells.append(cell)
     for number, cell in enumerate(cells):
         cell["id"] = f"cell-{number}"
+
     joined = nbformat.v4.new_notebook(cells=cells, metadata={"title": TITLE})
     exporter = HTMLExporter(
         template_name="lab", exclude_input_prompt=True, exclude_output_prompt=True
@@ -132,16 +136,19 @@ def _top(notebooks: dict[str, Any], names: list[str]) -> str:
         if name not in notebooks:
             lines.append(f"<li>{html.escape(name)}: not executed</li>")
             continue
+
         cells = notebooks[name].cells
         title = next((cell.source for cell in cells if cell.cell_type == "markdown"), "").partition(
             "\n"
         )[0]
         title = title.lstrip("# ") if title.startswith("# ") else name
+
         failed = any(
             output.output_type == "error" for cell in cells for output in cell.get("outputs", ())
         )
         mark = " (stopped at an error)" if failed else ""
         lines.append(f'<li><a href="#{name}">{html.escape(title)}</a>{mark}</li>')
+
     when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
     return (
         f"# {TITLE}\n\n{_results(notebooks)}\n\n{_banner(notebooks)}\n\n"
@@ -178,6 +185,7 @@ def _banner(notebooks: dict[str, Any]) -> str:
     rows = list(dict.fromkeys(row for banner in banners for row in _ROW.findall(banner)))
     if not rows:
         return "**No banner was found, so stand-ins are unknown. Do not quote these numbers.**"
+
     stand_ins = sum("stand-in" in row for row in rows)
     edge = "#d97634" if stand_ins else "#2a9d74"
     message = (

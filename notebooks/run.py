@@ -42,17 +42,20 @@ def main() -> int:
     add("--jobs", type=int, default=1, help="notebooks to run in parallel; timings need 1")
     add("--sync", action="store_true", help="write each .ipynb from its .py, without running it")
     options = parser.parse_args()
+
     sources = []
     for where in options.where:
         where = where.resolve()
         named = sorted(where.glob("[0-9]*.py")) if where.is_dir() else [where.with_suffix(".py")]
         sources += named
+
     if not sources:
         parser.error(f"no notebook in {', '.join(map(str, options.where))}: give .py files")
     if options.sync:
         for source in sources:
             source.with_suffix(".ipynb").write_text(as_ipynb(source), encoding="utf-8")
         return 0
+
     with ThreadPoolExecutor(max(1, options.jobs)) as pool:
         problems = list(pool.map(lambda source: run(source, options.output), sources))
     return int(any(problems))
@@ -79,6 +82,7 @@ def as_ipynb(source: Path) -> str:
                 "code_prompt_show": "Show the answer",
                 "code_prompt_hide": "Hide the answer",
             }
+
     text = jupytext.writes(notebook, fmt="ipynb")
     return json.dumps(json.loads(text), indent=1, ensure_ascii=False) + "\n"
 
@@ -88,6 +92,7 @@ def execute(source: Path, output: Path) -> str | None:
     pair = source.with_suffix(".ipynb")
     if not pair.is_file() or pair.read_text(encoding="utf-8") != as_ipynb(source):
         return f"{pair.name} differs from {source.name}; run: notebooks/run.py --sync {source.name}"
+
     notebook = jupytext.reads(as_ipynb(source), fmt="ipynb")
     client = NotebookClient(
         notebook,
@@ -102,6 +107,7 @@ def execute(source: Path, output: Path) -> str | None:
         ],
         resources={"metadata": {"path": str(source.parent)}},
     )
+
     problem = None
     try:
         client.execute()
@@ -109,6 +115,7 @@ def execute(source: Path, output: Path) -> str | None:
         problem = f"a cell ran for more than {TIMEOUT} seconds"
     except (CellExecutionError, DeadKernelError) as error:
         problem = str(error)
+
     for number, cell in enumerate(notebook.cells):
         for cell_output in cell.get("outputs", ()):
             if cell_output.get("name") == "stderr":
@@ -117,6 +124,7 @@ def execute(source: Path, output: Path) -> str | None:
                 )
             if alt := cell_output.get("metadata", {}).get("image/png", {}).get("alt"):
                 cell.metadata["mystnb"] = {"image": {"alt": alt}}  # the site reads it from the cell
+
     output.mkdir(parents=True, exist_ok=True)
     jupytext.write(notebook, output / pair.name)
     return problem

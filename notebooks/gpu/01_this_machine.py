@@ -176,6 +176,7 @@ def plans(accelerator, weights):
         cache=cache,
         target_name=NAME,
     )
+
     load = {"batch": 8, "context": 2048, "num_draft_tokens": 5, "prefill_tokens": 2048}
     return {
         "JAX": memory_plan(deployment, **load, utilization=share_of_jax()),

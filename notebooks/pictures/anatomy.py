@@ -33,12 +33,17 @@ def eagle3_head(config: Eagle3Config, num_layers: int) -> Figure:
     ax.axis("off")
     width = config.width
     count = len(config.aux_layers)
+
+    # The features of the target, and their projection.
     _target(ax, config.aux_layers, num_layers)
     _box(ax, 3.3, _MAIN, f"fc\n{count}·{config.target_width} → {width}", width=1.5)
+
     _node(ax, 4.75, _MAIN, "g")
     _arrow(ax, (4.05, _MAIN), (4.55, _MAIN))
     _arrow(ax, (4.95, _MAIN), (5.45, _MAIN))
     _box(ax, 6.0, _MAIN, "norm", width=1.0)
+
+    # The token that follows the feature.
     _box(ax, 4.75, _LOW, "embedding\nof $x_{t+1}$", width=1.5, color=TARGET)
     _box(ax, 6.6, _LOW, "norm", width=1.0)
     _arrow(ax, (5.5, _LOW), (6.1, _LOW))
@@ -61,6 +66,7 @@ def eagle3_head(config: Eagle3Config, num_layers: int) -> Figure:
         fontsize=8,
         color=_INK,
     )
+
     _node(ax, 9.9, _MAIN, "+")
     _arrow(ax, (9.15, _MAIN - 0.2), (9.7, _MAIN))
     ax.plot([4.75, 4.75, 9.9], [_MAIN + 0.2, _ABOVE, _ABOVE], color=_INK, linewidth=1.2)
@@ -74,6 +80,8 @@ def eagle3_head(config: Eagle3Config, num_layers: int) -> Figure:
         fontsize=8,
         color=_INK,
     )
+
+    # From the attention to the draft token.
     _box(ax, 11.2, _MAIN, "norm, MLP,\n+ residual", width=1.6)
     _arrow(ax, (10.1, _MAIN), (10.4, _MAIN))
     _box(ax, 13.0, _MAIN, "norm", width=0.9)
@@ -82,6 +90,8 @@ def eagle3_head(config: Eagle3Config, num_layers: int) -> Figure:
     _arrow(ax, (13.45, _MAIN), (14.05, _MAIN))
     _box(ax, 14.9, _LOW, "best id + d2t:\ndraft for $x_{t+2}$", width=1.9)
     _arrow(ax, (14.9, _MAIN - 0.45), (14.9, _LOW + 0.45))
+
+    # The feedback of the next draft step.
     dashed = {"color": _GUESS, "linewidth": 1.4, "linestyle": (0, (4, 2))}
     ax.plot([12.25, 12.25, 4.4, 4.4], [_MAIN, 4.6, 4.6, _MAIN + 0.55], **dashed)
     _arrow(ax, (4.4, _MAIN + 0.6), (4.62, _MAIN + 0.17), color=_GUESS)
@@ -93,9 +103,11 @@ def eagle3_head(config: Eagle3Config, num_layers: int) -> Figure:
         va="bottom",
         **note,
     )
+
     ax.plot([14.9, 14.9, 4.75], [_LOW - 0.45, -0.2, -0.2], **dashed)
     _arrow(ax, (4.75, -0.2), (4.75, _LOW - 0.45), color=_GUESS)
     ax.text(9.8, -0.34, "next draft step: the drafted token", va="top", **note)
+
     ax.set_title("Architecture of an EAGLE-3 head")
     plt.close(fig)
     return fig
@@ -119,11 +131,13 @@ def _target(ax: Axes, taps: tuple[int, ...], num_layers: int) -> None:
                 fontsize=min(7, 110 / num_layers),
                 color=_INK,
             )
+
     for index, tap in enumerate(taps):
         y = low + tap * step
         ax.plot([0.0, 1.3], [y, y], color=DRAFTER, linewidth=2)
         ax.plot([1.3, 2.0], [y, y], color=DRAFTER, linewidth=1.4)
         _arrow(ax, (2.0, y), (2.53, _MAIN + 0.36 * (index - (len(taps) - 1) / 2)), color=DRAFTER)
+
     ax.text(0.65, high + 0.1, "target", ha="center", va="bottom", fontsize=9, color=_INK)
     ax.text(0.65, low - 0.1, "embedding", ha="center", va="top", fontsize=8, color=_INK)
     ax.text(

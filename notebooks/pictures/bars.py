@@ -42,6 +42,7 @@ def distributions(
     likely = np.argsort(-np.maximum(p, q), kind="stable")[:top]  # under either distribution
     likely = likely[np.lexsort((likely, -q[likely], -p[likely]))]
     others = np.setdiff1d(np.arange(p.size), likely)
+
     groups = [[token] for token in likely] + ([others] if others.size else [])
     names = [str(token) if labels is None else visible(labels[int(token)]) for token in likely]
     names += [f"{others.size} others"] if others.size else []
@@ -51,7 +52,9 @@ def distributions(
 
     common = total(np.minimum(p, q))
     excess = total(np.maximum(p - q, 0.0))
+
     figure, ax = plt.subplots(figsize=(max(5.0, 1.6 + 0.55 * len(names)), 3.4))
+
     groups_x = np.arange(len(names), dtype=float)
     target_x = groups_x - _WIDTH / 2
     right = groups_x + _WIDTH / 2
@@ -80,6 +83,7 @@ def distributions(
     ax.bar(
         right, total(q), _WIDTH, color=DRAFTER + "80", edgecolor=DRAFTER, label="$q$, the drafter"
     )
+
     turned = {"rotation": 40, "ha": "right"} if max(map(len, names)) > 4 else {}
     ax.set_xticks(groups_x, names, family="monospace", **turned)
     ax.tick_params(axis="x", length=0)

@@ -33,10 +33,12 @@ def table_map(
     """
     figure, axes = plt.subplots(figsize=(2.8 + 0.9 * len(columns), 0.9 + 0.36 * len(rows)))
     axes.imshow(values, cmap=colours, vmin=0, vmax=most, aspect="auto")
+
     for (row, column), value in np.ndenumerate(values):
         text = f"{value:.2f}" if words is None else words[row][column]
         ink = "white" if value > 0.6 * most else "black"
         axes.text(column, row, text, ha="center", va="center", color=ink, fontsize="small")
+
     axes.set_xticks(range(len(columns)), [str(column) for column in columns])
     axes.set_yticks(range(len(rows)), rows)
     axes.tick_params(length=0)

@@ -28,6 +28,7 @@ def acceptance_ribbons(
     """
     figure = Figure()
     axes = figure.add_subplot()
+
     deepest = max(map(len, per_position.values()))
     for index, (name, shares) in enumerate(per_position.items()):
         places = np.arange(1, len(shares) + 1)
@@ -36,6 +37,7 @@ def acceptance_ribbons(
         axes.fill_between(places, low, high, color=colour, alpha=0.18, linewidth=0)
         label = f"{name} ({rounds[name]:,} rounds)"
         axes.plot(places, shares, color=colour, marker=_MARKERS[index % len(_MARKERS)], label=label)
+
     axes.set_xticks(range(1, deepest + 1))
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f} %")

@@ -55,6 +55,7 @@ def roofline(
         traces: list[dict] = [
             {"x": line, "y": [min(peak, slope * x) for x in line], "hovertext": None}
         ]
+
         for group in groups:
             members = [
                 (step, text)
@@ -93,12 +94,14 @@ def roofline(
             marker=look,
             name=group,
         )
+
     buttons = []
     for accelerator, tooltips in zip(accelerators, words, strict=True):
         traces = series_of(accelerator, tooltips)
         change = {key: [series[key] for series in traces] for key in ("x", "y", "hovertext")}
         text = {"title.text": title(accelerator)}
         buttons.append({"label": accelerator.name, "method": "update", "args": [change, text]})
+
     ticks = {"type": "log", "dtick": 1}
     figure.update_layout(
         title={"text": title(accelerators[0]), "x": 0.02, "font": {"size": 15}},

@@ -52,11 +52,13 @@ def slot_map(
         edgecolors="#d5dae0",
         linewidth=0.6,
     )
+
     for (row, slot), state in np.ndenumerate(status):
         if state == REFUSED:  # a mark in addition to the color
             ax.text(first + slot, row, "×", ha="center", va="center", color="white", fontsize=7)
     if not ax.yaxis_inverted():  # shared axes are inverted once
         ax.invert_yaxis()
+
     ax.set_yticks(range(count), rows if rows is not None else [str(row) for row in range(count)])
     ax.set(xlabel="slot")
     ax.set_title(title, pad=20 if legend else None)
@@ -64,6 +66,7 @@ def slot_map(
     ax.tick_params(length=0)
     for side in ax.spines.values():
         side.set_visible(False)
+
     if legend:
         patches = [
             Patch(fc=fill, ec="#9aa0a6", label=name)
@@ -97,6 +100,7 @@ def moved(path: Sequence[int], num_nodes: int, *, first: int, title: str = "") -
             _token(ax, first + node, 0, str(path[node]), COLOURS[ACCEPTED])
         else:
             _token(ax, first + node, 0, "×", "#ffffff", ink="#9aa0a6")
+
     for offset, node in enumerate(path):
         ax.annotate(
             "",
@@ -104,6 +108,7 @@ def moved(path: Sequence[int], num_nodes: int, *, first: int, title: str = "") -
             (first + node, 0.78),
             arrowprops={"arrowstyle": "-|>", "ec": "#57606a"},
         )
+
     ax.set(
         xlim=(first - 0.8, first + num_nodes - 0.2),
         ylim=(-0.5, 1.5),

@@ -51,9 +51,11 @@ def tokens_of(prompt: dict[str, Any], tokenizer: Tokenizer) -> list[Token]:
     """
     pieces = Pieces(tokenizer)
     tokens = [Token(piece, PROMPT, 0) for piece in pieces.decode(prompt["prompt_ids"])]
+
     for index, round_ in enumerate(prompt["rounds"], start=1):
         if index == 1:
             tokens.append(Token(pieces.decode([round_["tokens"][0]])[0], FIRST, 0))
+
         accepted = [round_["tokens"][node] for node in round_["path"]]
         end = round_["path"][-1] if round_["path"] else 0
         last = (
@@ -104,6 +106,7 @@ def svg(lanes: Sequence[tuple[str, TokenStrip]], *, seconds_per_round: float | N
     rounds = max((token.round for _, strip in lanes for token in strip.tokens), default=0)
     pen = _Pen()
     kinds = dict[str, None]()
+
     for heading, strip in lanes:
         if heading:
             pen.words(heading)
@@ -114,9 +117,11 @@ def svg(lanes: Sequence[tuple[str, TokenStrip]], *, seconds_per_round: float | N
                 kinds[token.kind] = None
         pen.gap()
     pen.legend(list(kinds))
+
     caption = html.escape(
         next((strip.caption for _, strip in lanes if strip.caption), "tokens by origin")
     )
+
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {pen.width:.0f} {pen.height:.0f}" '
         f'width="{pen.width:.0f}" '
@@ -164,6 +169,7 @@ class _Pen:
             if part == "\n":
                 self._break()
                 continue
+
             while part:
                 if self.x >= self.columns:
                     self._break()
@@ -171,6 +177,7 @@ class _Pen:
                 part = part[self.columns - self.x :]
                 boxes.append(self._box(now, token.kind))
                 self.x += len(now)
+
         shapes = "".join(boxes)
         self.shapes.append(f"<g>{animation}{shapes}</g>" if animation else shapes)
 
@@ -202,17 +209,20 @@ class _Pen:
         width = len(text) * self.advance
         size = self.size
         color = "#6b7280" if kind == PROMPT else "#1f2328"
+
         words = (
             f'<text x="{x:.1f}" y="{self.y + size:.1f}" textLength="{width:.1f}" '
             f'xml:space="preserve" fill="{color}">{html.escape(text)}</text>'
         )
         if kind == PROMPT:
             return words if text.strip() else ""
+
         ink = _INK[kind]
         under = self.y + 1.3 * size
         dash = {"dashed": ' stroke-dasharray="4 2"', "dotted": ' stroke-dasharray="1 2"'}.get(
             _MARKS[kind], ""
         )
+
         return (
             f'<rect x="{x:.1f}" y="{self.y:.1f}" width="{width:.1f}" height="{1.3 * size:.1f}" '
             f'fill="{ink}" opacity="0.15"/>'

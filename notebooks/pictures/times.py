@@ -34,9 +34,11 @@ def stacked_steps(names: Sequence[str], parts: Mapping[str, Numbers], *, title: 
     figure = Figure(figsize=(7.2, 1.3 + 0.42 * len(names)))
     axes = figure.add_subplot()
     places = range(len(names))
+
     totals = [sum(times[index] for times in parts.values()) for index in places]
     offsets = [0.0] * len(names)
     others = iter((RESIDUAL, *SERIES[3:]))
+
     for part, times in parts.items():
         colour = _PARTS.get(part) or next(others, SERIES[0])
         look = {"height": 0.62, "color": colour, "edgecolor": "white", "hatch": _HATCHES.get(part)}
@@ -46,10 +48,12 @@ def stacked_steps(names: Sequence[str], parts: Mapping[str, Numbers], *, title: 
                 at = offsets[index] + time / 2, index, _short(time)
                 axes.text(*at, ha="center", va="center", fontsize="small", bbox=_BEHIND)
         offsets = [end + time for end, time in zip(offsets, times, strict=True)]
+
     for index, total in enumerate(totals):
         axes.annotate(
             f"{_short(total)} ms", (total, index), (5, 0), textcoords="offset points", va="center"
         )
+
     axes.set_yticks(places, names)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.16 * max(totals))
@@ -82,6 +86,7 @@ def twin(
     first = figure.add_subplot()
     second = first.twinx()
     places = range(len(x))
+
     (left_line,) = first.plot(
         places, left_values, color=COLOURS[ACCEPTED], marker="o", label=labels[1]
     )
@@ -90,6 +95,7 @@ def twin(
     )
     low, high = zip(*right_range, strict=True)
     second.fill_between(places, low, high, color=DRAFTER, alpha=0.2, linewidth=0)
+
     first.set_ylim(0, 1.25 * max(left_values))
     second.set_ylim(0, 1.15 * max(*right_values, *high))
     first.set_xticks(places, [f"{value:g}" for value in x])
@@ -97,6 +103,7 @@ def twin(
     for axes, line, label in ((first, left_line, labels[1]), (second, right_line, labels[2])):
         axes.set_ylabel(label, color=line.get_color())
         axes.tick_params(axis="y", colors=line.get_color())
+
     second.spines["right"].set_visible(True)
     second.grid(visible=False)
     return figure

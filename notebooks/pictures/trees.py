@@ -37,6 +37,7 @@ def statuses(parents: Sequence[int], path: Sequence[int]) -> list[str]:
     """
     # Maps a node of the path to its accepted child. After the last node, all children were tried.
     taken = dict(zip([0, *path], [*path, len(parents)], strict=True))
+
     kinds = []
     for node, parent in enumerate(parents):
         if parent < 0:
@@ -187,6 +188,7 @@ def _places(parents: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):
         children.setdefault(int(parent), []).append(node)
+
     todo = list(reversed(children[-1]))
     leaves = 0
     while todo:  # depth first, the first child first
