@@ -121,6 +121,7 @@ def sampler(way: str, target: Any, drafter: Path | None) -> Generate:
             )
         case "mtp":
             return Generate(target, {"use_mtp": True}, drafts_at_once=False)
+
         case "dflash":
             model = transformers.AutoModel.from_pretrained(drafter, dtype=torch.float32).eval()
             options = {"assistant_model": model, "speculation_type": "dflash"}

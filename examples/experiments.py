@@ -746,6 +746,7 @@ def command_times(options: Options) -> Record:
                 "--chat", "What is the capital of France?", "--target", options.target,
                 "--weights", weights, "--max-new-tokens", "32", "--compilation-cache", cache,
             ]  # fmt: skip
+
             for state in ("cold", "warm", "warm"):
                 row = {"weights": weights, "compiled_programs": state}
                 rows.append(row | timed_command(command))

@@ -27,9 +27,7 @@
 # `pip install -e '.[notebooks]'`. It downloads the chat model once (93 MB); without a network, the
 # small pair of the package replaces it. Read [01](01_memory_bound_decoding.ipynb) first.
 #
-# **Exercises.** A function with `raise NotImplementedError` is yours to write. The folded cell
-# below it has an answer. The cell after that checks your function. If you leave the function as it
-# is, the notebook uses the answer.
+# **Exercises** work as in [00](00_watch_it_draft.ipynb): write a function, or use its answer.
 
 # %% tags=["hide-input"]
 import first_cell

@@ -28,9 +28,7 @@
 # [02](02_speculative_sampling.ipynb) first. The method is Li et al., *EAGLE-3* (arXiv 2503.01840).
 # The drawing below shows the whole head.
 #
-# **Exercises.** A function with `raise NotImplementedError` is yours to write. The folded cell
-# below it has an answer. The cell after that checks your function. If you leave the function as it
-# is, the notebook uses the answer.
+# **Exercises** work as in [00](00_watch_it_draft.ipynb): write a function, or use its answer.
 
 # %% tags=["hide-input"]
 import first_cell

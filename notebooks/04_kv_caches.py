@@ -26,9 +26,7 @@
 # [01](01_memory_bound_decoding.ipynb), [02](02_speculative_sampling.ipynb) and
 # [03](03_eagle3_head.ipynb) first.
 #
-# **Exercises.** A function with `raise NotImplementedError` is yours to write. The folded cell
-# below it has an answer. The cell after that checks your function. If you leave the function as it
-# is, the notebook uses the answer.
+# **Exercises** work as in [00](00_watch_it_draft.ipynb): write a function, or use its answer.
 
 # %% tags=["hide-input"]
 import first_cell
@@ -515,6 +513,7 @@ print(
     f"{'':16}{'cache':>10}{'target, bytes':>16}{'head, bytes':>14}{'head/target':>13}"
     f"{'head, 8 x 8192 tokens':>24}"
 )
+share_of_head = {}
 for name, (big, small, kind) in ({"shipped pair": shipped} | named).items():
     plan = Deployment(target=big, head=small, accelerator=accelerator_named("H200"), cache=kind)
     ours = plan.cache_bytes_per_token(big)
@@ -523,6 +522,7 @@ for name, (big, small, kind) in ({"shipped pair": shipped} | named).items():
         f"{name:16}{kind:>10}{ours:>16,.0f}{extra:>14,.0f}{extra / ours:>13.1%}"
         f"{extra * 8 * 8192 / 1e6:>21,.0f} MB"
     )
+    share_of_head[name] = extra / (ours + extra)
     assert extra * big.num_layers == ours, "one layer of the target's shape"
     assert extra > 0
     if name == "shipped pair":
@@ -704,12 +704,9 @@ leaves = [leaf for cache in shapes for leaf in jax.tree.leaves(cache.layers)]
 taken = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 assert taken == 13 * 2 * 2 * 64 * 4 * 512 * 8 and round(taken / 1e6, 1) == 54.5
 assert TREE.num_expanded == 16 == TREE.num_nodes and e3.Chain(K).num_expanded == K - 1
-big, small, kind = named["Llama-3.3-70B"]
-plan = Deployment(target=big, head=small, accelerator=accelerator_named("H200"), cache=kind)
-ours = plan.cache_bytes_per_token(big)
-extra = plan.cache_bytes_per_token(small)
-print(f"question 3: {extra / (ours + extra):.1%}")
-assert abs(extra / (ours + extra) - 1 / 81) < 1e-9
+share = share_of_head["Llama-3.3-70B"]
+print(f"question 3: {share:.1%}")
+assert abs(share - 1 / 81) < 1e-9
 
 # %% [markdown]
 # ## Checked claims

@@ -28,9 +28,7 @@
 # chat model, which is downloaded once (93 MB). Read [01](01_memory_bound_decoding.ipynb),
 # [02](02_speculative_sampling.ipynb) and [03](03_eagle3_head.ipynb) first.
 #
-# **Exercises.** A function with `raise NotImplementedError` is yours to write. The folded cell
-# below it has an answer. The cell after that checks your function. If you leave the function as it
-# is, the notebook uses the answer.
+# **Exercises** work as in [00](00_watch_it_draft.ipynb): write a function, or use its answer.
 
 # %% tags=["hide-input"]
 import first_cell

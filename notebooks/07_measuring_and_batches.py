@@ -31,9 +31,7 @@
 # [03](03_eagle3_head.ipynb) first. Times are printed with their spread and never asserted. The
 # project's benchmark is on the page [Measured numbers](../docs/numbers.md).
 #
-# **Exercises.** A function with `raise NotImplementedError` is yours to write. The folded cell
-# below it has an answer. The cell after that checks your function. If you leave the function as it
-# is, the notebook uses the answer.
+# **Exercises** work as in [00](00_watch_it_draft.ipynb): write a function, or use its answer.
 
 # %% tags=["hide-input"]
 import first_cell

@@ -53,7 +53,6 @@ RESULTS = ROOT / "validation" / "results"
 MEASURED = ROOT / "build" / "gpu"  # what was measured on this machine
 REPORT = MEASURED / "report.json"
 ROUNDS = MEASURED / "h200.json"
-UNIT_PRICE = 1.0  # if EAGLE3_PRICE_PER_HOUR is not set
 
 
 def _python_named(text: str) -> Path:
@@ -249,10 +248,7 @@ class Machine:
     @property
     def device(self) -> str:
         """Name of the device of the report, for figures and tables."""
-        facts = self.report.environment
-        device = facts["jax"]["device"]
-        cpu = facts["cpu"]
-        return f"CPU: {cpu['model']}, {cpu['cores']} cores" if device == "cpu" else device
+        return _device_of(self.report)
 
     @property
     def accelerator(self) -> Accelerator | None:
@@ -262,7 +258,7 @@ class Machine:
     @property
     def price_per_hour(self) -> float:
         """Price per hour; default 1."""
-        return self.configuration.price_per_hour or UNIT_PRICE
+        return self.configuration.price_per_hour or 1.0
 
     @property
     def price_named(self) -> str:
@@ -448,13 +444,16 @@ def newest_record(directory: Path) -> Report:
 
 def described(record: Report) -> str:
     """Describes the date and the machine of a report."""
-    facts = record.environment
-    cpu = facts["cpu"]
-    device = facts["jax"]["device"]
-    where = f"CPU: {cpu['model']}, {cpu['cores']} cores" if device == "cpu" else device
-    rival = facts.get("vllm", {})
+    rival = record.environment.get("vllm", {})
     engines = f", with vLLM {rival['vllm']} on {rival.get('device', 'a server')}" if rival else ""
-    return f"{record.started[:10]}, {where}{engines}"
+    return f"{record.started[:10]}, {_device_of(record)}{engines}"
+
+
+def _device_of(record: Report) -> str:
+    facts = record.environment
+    device = facts["jax"]["device"]
+    cpu = facts["cpu"]
+    return f"CPU: {cpu['model']}, {cpu['cores']} cores" if device == "cpu" else device
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def _distributions(target: e3.LoadedTarget, head: e3.LoadedDrafter) -> dict[str,
 
     labels = [target.tokenizer.decode([token]) for token in range(p.size)]
     title = "Next token: distribution of the target and of the head"
-    figure = bars.distributions(p, q, labels=labels, residual=True, top=8, title=title)
+    figure = bars.distributions(p, q, labels=labels, top=8, title=title)
     _write(figure, "distributions")
 
     # Speculative sampling accepts with the mass that both have in common.

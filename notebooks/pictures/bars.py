@@ -19,21 +19,19 @@ def distributions(
     p: Float[np.ndarray, " V"],
     q: Float[np.ndarray, " V"],
     *,
-    labels: Sequence[str] | None = None,
-    residual: bool = False,
-    top: int = 12,
-    title: str = "",
+    labels: Sequence[str],
+    top: int,
+    title: str,
 ) -> Figure:
     """Draws ``p`` next to ``q`` for the most likely tokens; all others are the last group.
 
     The filled part of a bar of ``p`` is ``min(p, q)``: its sum is the probability that a token
-    sampled from ``q`` is accepted. The rest of ``p`` is empty, or hatched as the residual.
+    sampled from ``q`` is accepted. The rest of ``p``, ``max(p - q, 0)``, is hatched: the residual.
 
     Args:
         p: The target's distribution.
         q: The drafter's.
-        labels: Text of every token; default: its id.
-        residual: Whether to hatch ``max(p - q, 0)``.
+        labels: Text of every token.
         top: Number of tokens with bars of their own.
         title: Title of the figure.
     """
@@ -44,7 +42,7 @@ def distributions(
     others = np.setdiff1d(np.arange(p.size), likely)
 
     groups = [[token] for token in likely] + ([others] if others.size else [])
-    names = [str(token) if labels is None else visible(labels[int(token)]) for token in likely]
+    names = [visible(labels[int(token)]) for token in likely]
     names += [f"{others.size} others"] if others.size else []
 
     def total(mass: np.ndarray) -> np.ndarray:
@@ -61,16 +59,15 @@ def distributions(
     ax.bar(
         target_x, common, _WIDTH, color=TARGET, label=rf"$\min(p, q)$, sums to {common.sum():.3f}"
     )
-    if residual:
-        look = {"color": RESIDUAL + "33", "edgecolor": RESIDUAL, "hatch": "////", "linewidth": 0}
-        ax.bar(
-            target_x,
-            excess,
-            _WIDTH,
-            bottom=common,
-            label=rf"$\max(p - q, 0)$, sums to {excess.sum():.3f}",
-            **look,
-        )
+    look = {"color": RESIDUAL + "33", "edgecolor": RESIDUAL, "hatch": "////", "linewidth": 0}
+    ax.bar(
+        target_x,
+        excess,
+        _WIDTH,
+        bottom=common,
+        label=rf"$\max(p - q, 0)$, sums to {excess.sum():.3f}",
+        **look,
+    )
     ax.bar(
         target_x,
         total(p),

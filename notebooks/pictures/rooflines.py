@@ -10,17 +10,6 @@ from pictures.interactive import Interactive
 from pictures.style import SERIES
 
 _SYMBOLS = ("circle", "diamond", "square", "cross")
-_BUTTONS = [
-    "zoom",
-    "pan",
-    "select",
-    "lasso",
-    "zoomin",
-    "zoomout",
-    "autoscale",
-    "resetscale",
-    "toimage",
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +102,6 @@ def roofline(
         },
         legend={"x": 0.98, "y": 0.04, "xanchor": "right", "yanchor": "bottom"},
         updatemenus=[{"buttons": buttons, "x": 1.0, "y": 1.18, "xanchor": "right"}],
-        modebar={"remove": _BUTTONS},
         template="plotly_white",
         height=460,
         margin={"t": 70, "r": 20},

@@ -23,9 +23,9 @@ def slot_map(
     status: np.ndarray,
     *,
     ax: Axes,
-    first: int = 0,
-    rows: Sequence[str] | None = None,
-    title: str = "",
+    first: int,
+    rows: Sequence[str],
+    title: str,
     legend: bool = True,
 ) -> None:
     """Draws slots as squares, one row for each point in time.
@@ -59,7 +59,7 @@ def slot_map(
     if not ax.yaxis_inverted():  # shared axes are inverted once
         ax.invert_yaxis()
 
-    ax.set_yticks(range(count), rows if rows is not None else [str(row) for row in range(count)])
+    ax.set_yticks(range(count), rows)
     ax.set(xlabel="slot")
     ax.set_title(title, pad=20 if legend else None)
     ax.grid(visible=False)
@@ -82,7 +82,7 @@ def slot_map(
         )
 
 
-def moved(path: Sequence[int], num_nodes: int, *, first: int, title: str = "") -> Figure:
+def moved(path: Sequence[int], num_nodes: int, *, first: int, title: str) -> Figure:
     """Draws the commit of a tree: written nodes at the top, committed nodes at the bottom.
 
     Args:

@@ -25,9 +25,6 @@ _MARKS = {
     FIRST: "dotted",
 }
 _INK = {**COLOURS, FIRST: "#6b7280", UNDRAFTED: "#6b7280"}
-# characters per line, and font size in pixels, of an SVG
-_COLUMNS = 72
-_SIZE = 14.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +80,7 @@ class TokenStrip:
 
     def _repr_html_(self) -> str:
         kinds = list(dict.fromkeys(token.kind for token in self.tokens if token.kind != PROMPT))
-        spans = "".join(_span(token, number) for number, token in enumerate(self.tokens))
+        spans = "".join(map(_span, self.tokens))
         legend = " &nbsp; ".join(f'<span style="{_css(kind)}">{kind}</span>' for kind in kinds)
         caption = f"<div>{html.escape(self.caption)}</div>" if self.caption else ""
         return (
@@ -126,7 +123,7 @@ def svg(lanes: Sequence[tuple[str, TokenStrip]], *, seconds_per_round: float | N
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {pen.width:.0f} {pen.height:.0f}" '
         f'width="{pen.width:.0f}" '
         'font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, monospace" '
-        f'font-size="{_SIZE:g}" role="img"><title>{caption}</title>'
+        f'font-size="{pen.size:g}" role="img"><title>{caption}</title>'
         f'<rect width="100%" height="100%" rx="8" fill="#ffffff"/>{"".join(pen.shapes)}</svg>\n'
     )
 
@@ -144,8 +141,8 @@ def _appear(number: int, rounds: int, seconds_per_round: float) -> str:
 class _Pen:
     """Writes tokens one after the other and breaks lines."""
 
-    columns = _COLUMNS
-    size = _SIZE
+    columns = 72  # characters of a line
+    size = 14.0  # pixels of the font
     advance = 0.602 * size
     line = 1.75 * size
     pad = 1.2 * size
@@ -238,6 +235,6 @@ def _css(kind: str) -> str:
     return f"background:{ink}26;border-bottom:2px {_MARKS[kind]} {ink}"
 
 
-def _span(token: Token, number: int) -> str:
+def _span(token: Token) -> str:
     title = token.kind if token.round == 0 else f"{token.kind}, round {token.round}"
     return f'<span title="{title}" style="{_css(token.kind)}">{html.escape(token.piece)}</span>'

@@ -49,7 +49,6 @@ def use() -> None:
         "legend.frameon": False,
         "text.parse_math": True,
     }
-    for name, value in settings.items():
-        rcParams[name] = value
+    rcParams.update(settings)
     # Loads the backend, so that a notebook also shows figures made without pyplot.
     pyplot.switch_backend(get_backend())
