@@ -833,18 +833,15 @@ assert all(result.tokens == plain.tokens for result in broken.values()), (
 
 table = np.array([result.stats.conditional_acceptance_rate for result in broken.values()])
 worth = {name: result.stats.mean_acceptance_length for name, result in broken.items()}
-similarity_axes, early, late = (
+right, early, late = (
     worth[name] for name in ("unchanged", "features one layer early", "features one layer late")
 )
 assert worth["d2t used as ids"] < 1.1 and worth["tokens not shifted"] < 1.5
-assert (
-    worth["features in reverse order"] < similarity_axes - 0.5
-    and worth["norms exchanged"] < similarity_axes - 0.1
-)
+assert worth["features in reverse order"] < right - 0.5 and worth["norms exchanged"] < right - 0.1
 fed = table[list(worth).index("normed output fed back")]
 assert fed[0] > table[0][0] - 0.1, "the first draft token does not depend on the feedback"
 assert fed[1] < table[0][1] - 0.2 and fed[2] < table[0][2] - 0.2, "all later ones do"
-assert abs(early - similarity_axes) < 0.4 and abs(late - similarity_axes) < 0.6, (
+assert abs(early - right) < 0.4 and abs(late - right) < 0.6, (
     "a neighboring layer changes τ by less than the noise"
 )
 wrong = target.model(
@@ -853,7 +850,7 @@ wrong = target.model(
 far = difference(features, wrong[0])
 near = difference(features, out.features[0])
 print(
-    f"features one layer early: τ {early:.2f} instead of {similarity_axes:.2f}; relative difference"
+    f"features one layer early: τ {early:.2f} instead of {right:.2f}; relative difference"
     f" of the features {far:.2f}"
 )
 print(f"correct features: relative difference {near:.0e}")
@@ -892,7 +889,7 @@ plt.show()
 #
 # <details><summary>Answer</summary>
 #
-# By less than 0.1. Each round that ended at a token outside the vocabulary could have accepted at
+# Less than 0.1. Each round that ended at a token outside the vocabulary could have accepted at
 # most `K` more tokens. The cell below prints the bound.
 #
 # </details>

@@ -577,42 +577,10 @@ assert (
 ), "the bug changes the text"
 
 # %% [markdown]
-# **Skipping `observe` for accepted tokens.** The drafter below gives the head the feature of the
-# first pair for all pairs of a round. The text does not change, τ falls.
-
-
-# %%
-class StaleFeatures(Eagle3Drafter):
-    def observe(self, params, state, seen):
-        if seen.tokens.shape[1] == K + 1:  # a round; the prefill has more tokens
-            first = seen.features[:, :1]
-            seen = seen.replace(features=jnp.broadcast_to(first, seen.features.shape))
-        return super().observe(params, state, seen)
-
-
-def decoder_with(drafter_class):
-    """The same head in another drafter."""
-    fields = {
-        field.name: getattr(drafter.drafter, field.name)
-        for field in dataclasses.fields(Eagle3Drafter)
-    }
-    loaded = e3.LoadedDrafter(drafter_class(**fields), drafter.params)
-    return e3.SpeculativeDecoder(target, loaded, num_speculative_tokens=K, stop_tokens=())
-
-
-right = decoder.generate(long, max_new_tokens=61)
-stale = decoder_with(StaleFeatures).generate(long, max_new_tokens=61)
-print(
-    f"τ {right.stats.mean_acceptance_length:.2f}, without the target's features"
-    f" {stale.stats.mean_acceptance_length:.2f}"
-)
-assert stale.tokens == right.tokens, "the same text"
-assert stale.stats.mean_acceptance_length < right.stats.mean_acceptance_length - 0.2
-
-# %% [markdown]
-# A weaker form is harder to find: the head runs on the pairs again, but its cache keeps the keys
-# and values written while drafting. τ hardly changes. A comparison of the cache with that of a
-# fresh prefill shows the bug.
+# **Skipping `observe` for accepted tokens.** A head without the target's features lowers τ
+# ([03](03_eagle3_head.ipynb)). A weaker form is harder to find: the head runs on the pairs again,
+# but its cache keeps the keys and values written while drafting. τ hardly changes. A comparison of
+# the cache with that of a fresh prefill shows the bug.
 
 
 # %%
@@ -633,7 +601,16 @@ class KeepsGuesses(Eagle3Drafter):
         return after.replace(cache=after.cache.replace(layers=layers))
 
 
-kept_state = finished(decoder_with(KeepsGuesses), prompts, max_new_tokens=40)
+fields = {
+    field.name: getattr(drafter.drafter, field.name) for field in dataclasses.fields(Eagle3Drafter)
+}
+keeping = e3.SpeculativeDecoder(
+    target,
+    e3.LoadedDrafter(KeepsGuesses(**fields), drafter.params),
+    num_speculative_tokens=K,
+    stop_tokens=(),
+)
+kept_state = finished(keeping, prompts, max_new_tokens=40)
 taus = []
 gaps = []
 for name, finished_state in (("observed again", clean), ("draft entries", kept_state)):
@@ -723,7 +700,7 @@ assert abs(share - 1 / 81) < 1e-9
 # - Both caches are updated in place, and one set of programs serves all prompts of a size class.
 # - The head's cache has the size of one layer of the target's. The formula gives the size of the
 #   real buffers.
-# - A tree rolled back by length only changes the text. A head without the target's features lowers
-#   τ and keeps the text. A used state raises an error.
+# - A tree rolled back by length only changes the text. A head that keeps the entries of its draft
+#   changes the cache, not the text. A used state raises an error.
 #
 # **Next:** [05](05_draft_trees.ipynb), draft trees.

@@ -41,13 +41,7 @@ from pictures.style import SERIES
 from pictures.times import stacked_steps
 
 from eagle3_jax.measure.tables import show, to_markdown
-from eagle3_jax.theory.speedup import (
-    TrafficClass,
-    simulate,
-    speedup,
-    tau_from_conditional_rate,
-    tau_from_draft_rate,
-)
+from eagle3_jax.theory.speedup import TrafficClass, simulate, speedup
 
 # %% [markdown]
 # ## Speed-up over plain decoding
@@ -236,20 +230,6 @@ axes.legend(fontsize="small")
 plt.show()
 
 # %% [markdown]
-# ## Common mistakes
-#
-# **Comparing "acceptance rates" of two definitions.** The draft acceptance rate counts all draft
-# tokens, the conditional acceptance rate those after accepted ones. The same number gives different
-# values of τ.
-
-# %%
-rate = (best.tau - 1) / K
-print(f"rate {rate:.2f} at K = {K}: τ = {tau_from_draft_rate(rate, K):.2f} if of all draft tokens,")
-print(f"τ = {tau_from_conditional_rate(rate, K):.2f} if conditional")
-assert abs(tau_from_draft_rate(rate, K) - best.tau) < 1e-9
-assert tau_from_conditional_rate(rate, K) < best.tau
-
-# %% [markdown]
 # ## Exercises
 #
 # **1.** Verification of 4 tokens reads as many bytes as a plain step. Why is `v` above 1?
@@ -276,6 +256,5 @@ assert tau_from_conditional_rate(rate, K) < best.tau
 #   the sum of its parts. Verification of 6 tokens costs less than 6 plain steps.
 # - No plain step is faster than a copy of its bytes.
 # - Percentiles are in order. Mixed traffic of the same mean rate has a longer tail.
-# - The two definitions of "acceptance rate" give different values of τ.
 #
 # **Next:** [04](04_cost_and_claims.ipynb), cost and published claims.

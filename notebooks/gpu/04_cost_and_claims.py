@@ -323,7 +323,7 @@ assert abs(cost_per_million_tokens(3.5 / 3600 / 0.5 * 1e6, 3.5) - 0.5) < 1e-12
 #   Stages grow to all traffic.
 # - Every throughput of the articles is impossible at its batch size. Every figure with a documented
 #   setup is possible.
-# - The article's acceptance table fits neither formula. Acceptance does not depend on the batch
-#   size.
+# - The article's acceptance table fits neither formula. For one τ, the two acceptance rates differ.
+#   Acceptance does not depend on the batch size.
 # - The articles' latencies are shorter than one reading of the weights. Their cost arithmetic is
 #   correct.
