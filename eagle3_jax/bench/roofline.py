@@ -86,10 +86,10 @@ def passes_of(size: int) -> int:
 
 
 def stream_arrays(size: int) -> Stream:
-    """Returns the matrix of ``size`` bytes, a row for the product, and the sum of the columns."""
+    """Returns the matrix of ``size`` bytes, a row for the product, and the sums of the columns."""
     matrix = jnp.ones((max(size // (4 * _COLUMNS), 1), _COLUMNS), jnp.float32)
     row = jnp.ones((1, matrix.shape[0]), jnp.float32)
-    return matrix, row, jnp.ones((_COLUMNS,), jnp.float32)
+    return matrix, row, jnp.ones((1, _COLUMNS), jnp.float32)
 
 
 def seconds_per_pass(way: str, arrays: Stream, *, passes: int) -> float:
@@ -128,7 +128,7 @@ def _stream(arrays: Stream, *, way: str, passes: int) -> Stream:
 #: pass depends on the pass before, so that the compiler cannot take it out of the loop.
 WAYS: dict[str, tuple[Callable[..., Stream], int]] = {
     "sum": (
-        lambda matrix, row, total: (matrix, row, jnp.sum(jnp.minimum(matrix, total), axis=0)),
+        lambda matrix, row, total: (matrix, row, jnp.minimum(matrix, total).sum(0, keepdims=True)),
         1,
     ),
     "copy": (lambda matrix, row, total: (-matrix, row, total), 2),

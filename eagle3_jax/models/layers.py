@@ -216,7 +216,8 @@ def product(
     if kernel.dynamic:
         out: Array = dynamic_product(x, kernel)
     elif kernel.per_channel:
-        out = _product(x, kernel.values.T, precision.operands, jnp.float32) * kernel.scale[0]
+        out = _product(x, kernel.values.T, precision.operands, jnp.float32)
+        out *= lax.broadcast_to_rank(kernel.scale[0], out.ndim)
     else:
         out = _product(
             x, kernel.dense(precision.operands), precision.operands, precision.activations

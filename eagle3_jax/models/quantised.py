@@ -174,7 +174,7 @@ def _scaled_product(
     # HIGHEST makes tensor cores sum in float32 instead of fewer bits.
     options = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
     sums = lax.dot_general(quantised_rows, values, (((1,), (1,)), ((), ())), **options)
-    return sums * row_scale * scale
+    return sums * row_scale * scale[None]
 
 
 def _full_spec(sharding: NamedSharding, ndim: int) -> tuple[Any, ...]:
@@ -303,7 +303,7 @@ def int8_product(x: Float[Array, "*rows D_in"], kernel: Int8Kernel) -> Float[Arr
         quantised_rows, kernel.values, cpu=paired, cuda=paired, default=sums_of
     )
 
-    out = sums.astype(jnp.float32) * row_scale * kernel.scale
+    out = sums.astype(jnp.float32) * row_scale * kernel.scale[None]
     return out.reshape(*x.shape[:-1], -1)
 
 
