@@ -17,10 +17,8 @@ from eagle3_jax.conversion.tensors import Stored, read_stored
 from eagle3_jax.models.config import DecoderConfig
 
 LANGUAGE_MODEL = "language-model"
-_COUNTED = (
-    "eagle3",
-    "p-eagle",
-)  # heads that name auxiliary layers without saying what the numbers count
+# Heads that name auxiliary layers without saying what the numbers count.
+_COUNTED = ("eagle3", "p-eagle")
 
 
 class Opened(NamedTuple):

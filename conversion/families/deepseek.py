@@ -217,10 +217,8 @@ WRAPPER = Wrapper(
     label="Kimi K2.5",
     texts={"deepseek_v3": "deepseek_v3", "kimi_k2": "kimi_k2"},
     prefixes=(
-        (
-            "language_model.model.blocks.",
-            "model.layers.",
-        ),  # transformers 5.23 writes the layers under this name
+        # transformers 5.23 writes the layers under this name.
+        ("language_model.model.blocks.", "model.layers."),
         ("model.language_model.", "model."),
         ("language_model.", ""),
     ),

@@ -187,9 +187,8 @@ def test_a_stream_that_lost_its_mark_is_cut(server: FakeServer) -> None:
     client.complete([1], **FIELDS)
     server.manners.mangle = lambda data: data.removesuffix(b"data: [DONE]\n\n")
     assert "cut off a stream" in failure(lambda: client.complete([1], **FIELDS))
-    assert (
-        Client(server.url).complete([1], **FIELDS).tokens == written(server)[0]
-    )  # a server without such marks
+    # A server without such marks.
+    assert Client(server.url).complete([1], **FIELDS).tokens == written(server)[0]
 
 
 @pytest.mark.parametrize(
@@ -373,9 +372,8 @@ def test_fields_that_are_refused_are_left_out_and_named(server: FakeServer, api:
     assert len(answer.reports) == 12
     shape = {"return_token_ids", "return_tokens_as_token_ids"}
     samplers = {"top_k", "min_p", "repetition_penalty"}
-    assert client.facts["refused_fields"] == sorted(
-        shape | samplers
-    )  # not what is between these groups
+    # Not what is between these groups.
+    assert client.facts["refused_fields"] == sorted(shape | samplers)
 
     number = len(server.requests)
     client.complete("1", **FIELDS)

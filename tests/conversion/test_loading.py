@@ -171,9 +171,8 @@ def test_the_host_holds_no_second_copy_of_an_array(tmp_path: Path, platform: str
     after, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(target.params))
-    assert (
-        0.9 * largest < peak - after < 1.5 * largest
-    )  # memory of the first call may be freed in between
+    # Memory of the first call may be freed in between.
+    assert 0.9 * largest < peak - after < 1.5 * largest
 
 
 def test_parameters_are_not_the_files_own_memory(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ class Schedule(RuleBasedStateMachine):
         return [slot.request_id for slot in self.engine._slots.values()]
 
     def waiting(self) -> list[int]:
-        """Tickets without a slot, in the order in which they begin."""
+        """Requests without a slot, in the order in which they begin."""
         partial = self.engine._partial
         first = [] if partial is None else [partial.entry.request_id]
         return first + [entry.request_id for entry in self.engine._waiting]
