@@ -90,8 +90,7 @@ notebooks: $(VENV)/.installed-test
 	$(VENV)/bin/python notebooks/run.py --jobs $(JOBS) $(NOTEBOOKS)
 
 # Those for an H100 or H200, joined to one page, build/gpu-notebooks.html; what stands in for what is said at its top.
-# On a GPU the validation and examples/h200.py run first, into build/gpu; VALIDATION_FLAGS=--quick for fewer checks.
-# Models, vLLM and price by variables: make gpu-notebooks EAGLE3_TARGET=... (notebooks/gpu/README.md names them).
+# On a GPU the validation and examples/h200.py run first, into build/gpu; VALIDATION_FLAGS names models, vLLM, the price.
 gpu-notebooks: $(VENV)/.installed-test$(GPU_HERE)
 	$(VENV)/bin/python -m notebooks.machine $(VALIDATION_FLAGS); measured=$$?; \
 		$(VENV)/bin/python notebooks/run.py notebooks/gpu; executed=$$?; \

@@ -1,7 +1,7 @@
 """What the notebooks for GPUs read: a validation's report and a record of examples/h200.py.
 
-    python -m notebooks.machine             # on a GPU: writes both, with the variables' options
-    python -m notebooks.machine --quick     # with more options of `pytest validation`
+    python -m notebooks.machine             # on a GPU: writes both
+    python -m notebooks.machine --quick     # with options of `pytest validation`
 
 The notebooks read both. Committed records replace what was not measured here, and a banner at the
 top of each notebook names them.
@@ -14,136 +14,26 @@ import dataclasses
 import functools
 import html
 import json
-import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from eagle3_jax.measure.environment import cpu_model
 from eagle3_jax.measure.gpu import has_gpu
 from eagle3_jax.measure.tables import Table
-from eagle3_jax.models.layers import PRECISIONS
 from eagle3_jax.theory.accelerators import KNOWN_ACCELERATORS, Accelerator
-from validation.engines.memory import SHARE_OF_VLLM
-from validation.fixtures import installed_python
 from validation.runs import Check, Report, Verdict, load
-from validation.subject import SHIPPED, Setting, choose
+from validation.subject import SHIPPED
 
-# Most correspond to an option of `pytest validation`.
-VARIABLES = {
-    "EAGLE3_TARGET": "directory or hub id of the target",
-    "EAGLE3_DRAFTER": "directory or hub id of its EAGLE-3 head",
-    "EAGLE3_PROMPTS": f"JSONL files of prompts, joined by {os.pathsep!r}",
-    "EAGLE3_DTYPE": f"precision of the speeds that are shown: {', '.join(PRECISIONS)}",
-    "EAGLE3_VLLM_PYTHON": (
-        "interpreter of an environment with vLLM; 'installed': the environment of `make vllm`"
-    ),
-    "EAGLE3_VLLM_URL": "running vLLM server with speculation, such as http://localhost:8000",
-    "EAGLE3_VLLM_PLAIN_URL": "running vLLM server of the same target without speculation",
-    "EAGLE3_VLLM_MEMORY": f"share of the GPU's memory for vLLM; default {SHARE_OF_VLLM}",
-    "EAGLE3_PRICE_PER_HOUR": "price of the machine per hour, in any currency",
-    "EAGLE3_ATTENTION": "xla: attention without the kernel; the library reads it",
-}
-_URLS = ("EAGLE3_VLLM_URL", "EAGLE3_VLLM_PLAIN_URL")
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "validation" / "results"
 MEASURED = ROOT / "build" / "gpu"  # what was measured on this machine
 REPORT = MEASURED / "report.json"
 ROUNDS = MEASURED / "h200.json"
-
-
-def _python_named(text: str) -> Path:
-    return installed_python() if text == "installed" else Path(text).expanduser()
-
-
-_ADDRESS = "the address of a server, such as http://localhost:8000"
-_PYTHON = (
-    "the file of a Python with vLLM, or 'installed' after `make vllm`; there is no file of this"
-    " name"
-)
-# How a variable is read, which values are valid, and what was expected; other variables are any
-# text.
-_CHECKS: dict[str, tuple[Callable[[str], Any], Callable[[Any], bool], str]] = {
-    "EAGLE3_PROMPTS": (
-        lambda text: tuple(Path(name).expanduser() for name in text.split(os.pathsep) if name),
-        lambda files: all(file.is_file() for file in files),
-        "files; there is no file of this name",
-    ),
-    "EAGLE3_DTYPE": (str, PRECISIONS.__contains__, f"one of {', '.join(PRECISIONS)}"),
-    "EAGLE3_VLLM_PYTHON": (_python_named, Path.is_file, _PYTHON),
-    **{name: (str, re.compile(r"https?://[^/]").match, _ADDRESS) for name in _URLS},
-    "EAGLE3_VLLM_MEMORY": (float, lambda share: 0 < share < 1, "a share between 0 and 1"),
-    "EAGLE3_PRICE_PER_HOUR": (float, lambda price: 0 < price < float("inf"), "a price above 0"),
-    "EAGLE3_ATTENTION": (str, "xla".__eq__, "xla"),
-}  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Configuration:
-    """The variables of :data:`VARIABLES` by the ends of their names; ``None`` if not set."""
-
-    target: str | None = None
-    drafter: str | None = None
-    prompts: tuple[Path, ...] = ()
-    dtype: str | None = None
-    vllm_python: Path | None = None
-    vllm_url: str | None = None
-    vllm_plain_url: str | None = None
-    vllm_memory: float = SHARE_OF_VLLM
-    price_per_hour: float | None = None
-    attention: str | None = None
-
-    @classmethod
-    def read(cls, environ: Mapping[str, str]) -> Configuration:
-        """Reads environment variables; an empty one counts as not set.
-
-        Raises:
-            ValueError: A variable is unknown or invalid. The message is one line with the expected
-                value.
-        """
-        values: dict[str, Any] = {}
-        for name in environ:
-            if name.startswith("EAGLE3_") and name not in VARIABLES:
-                raise ValueError(f"{name} is not known; the variables are {', '.join(VARIABLES)}")
-
-            text = environ[name].strip()
-            if not text or name not in VARIABLES:
-                continue
-
-            read, valid, expected = _CHECKS.get(name, (str, bool, ""))
-            try:
-                values[name] = read(text)
-                wrong = not valid(values[name])
-            except ValueError:
-                wrong = True
-            if wrong:
-                raise ValueError(f"{name} is {text!r}; expected {expected}")
-
-        pair = {"EAGLE3_TARGET", "EAGLE3_DRAFTER"}
-        if len(pair & values.keys()) == 1:
-            raise ValueError(f"a head fits one target only; set {(pair - values.keys()).pop()} too")
-        if "EAGLE3_VLLM_PYTHON" in values and set(_URLS) & values.keys():
-            raise ValueError("EAGLE3_VLLM_PYTHON and EAGLE3_VLLM_URL name two vLLMs; set one")
-        return cls(
-            **{name.removeprefix("EAGLE3_").lower(): value for name, value in values.items()}
-        )
-
-    def options(self) -> list[str]:
-        """Returns the options of ``pytest validation`` that the variables stand for."""
-        named = {
-            "--target": self.target,
-            "--drafter": self.drafter,
-            "--vllm-python": self.vllm_python,
-            "--vllm-url": self.vllm_url,
-            "--vllm-plain-url": self.vllm_plain_url,
-            "--vllm-memory": self.vllm_memory,
-            "--price-per-hour": self.price_per_hour,
-        }
-        options = [f"--prompts={file}" for file in self.prompts]
-        return options + [f"{name}={value}" for name, value in named.items() if value is not None]
+PRICE = "price_per_hour"  # in the environment of a report
 
 
 class Part(NamedTuple):
@@ -235,7 +125,6 @@ class Speed(NamedTuple):
 class Machine:
     """What was measured on this machine, and the committed records of what was not."""
 
-    configuration: Configuration  #: From the environment.
     report: Report  #: A run of the validation.
     is_own_report: bool  #: Whether it was written on this machine.
     own_rounds: Mapping[str, Any] | None  #: A record of examples/h200.py of this machine.
@@ -257,13 +146,13 @@ class Machine:
 
     @property
     def price_per_hour(self) -> float:
-        """Price per hour; default 1."""
-        return self.configuration.price_per_hour or 1.0
+        """Price per hour that the report was made with; default 1."""
+        return self.report.environment.get(PRICE, 1.0)
 
     @property
     def price_named(self) -> str:
         """Description of the price for figures and tables."""
-        assumed = "" if self.configuration.price_per_hour else " (assumed)"
+        assumed = "" if PRICE in self.report.environment else " (assumed)"
         return f"at {self.price_per_hour:g} per hour{assumed}"
 
     def checks(self, level: str, start: str) -> list[Check]:
@@ -279,18 +168,17 @@ class Machine:
 
     @functools.cached_property
     def speeds(self) -> list[Speed]:
-        """The speeds of level L9 whose baseline is plain decoding in the chosen precision.
+        """The speeds of level L9 whose baseline is plain decoding, in the first precision.
 
         On a GPU the shipped pair waits for launches, so a shape with random weights replaces it.
         """
         checks = self.checks("L9", "speed")
         tables = [table for check in checks for table in check.tables if _is_of_speeds(table)]
-        dtype = self.configuration.dtype or (tables[0].rows[0][1] if tables else "")
-
-        tables = [table for table in tables if table.rows[0][1] == dtype]
         if not tables:
-            raise ValueError(f"the report has no speeds in {dtype or 'any precision'} (level L9)")
+            raise ValueError("the report has no speeds over plain decoding (level L9)")
 
+        dtype = tables[0].rows[0][1]
+        tables = [table for table in tables if table.rows[0][1] == dtype]
         models = [_model_of(table) for table in tables]
         chosen = [table for table, model in zip(tables, models, strict=True) if model == models[0]]
         # A method that was not measured has a row without a speed.
@@ -333,48 +221,34 @@ class Machine:
             parts.append(Part("rounds", is_real, "this machine" if is_real else committed))
         if "price" in also:
             price = f"{self.price_per_hour:g} per hour"
-            real = self.configuration.price_per_hour is not None
-            unset = f"none set (EAGLE3_PRICE_PER_HOUR); {price}, so only ratios are valid"
-            parts.append(Part("price", real, f"{price} (EAGLE3_PRICE_PER_HOUR)" if real else unset))
+            real = PRICE in self.report.environment
+            unset = f"no --price-per-hour; {price}, so only ratios are valid"
+            parts.append(Part("price", real, price if real else unset))
         return Banner(tuple(parts))
 
 
-def start(environ: Mapping[str, str] = os.environ) -> Machine:
-    """Reads the environment, the report and the record; loads no model.
+def start() -> Machine:
+    """Reads the report and the record; loads no model.
 
     Raises:
-        SystemExit: A variable or a file is invalid. The message is one line.
+        SystemExit: A file is damaged. The message is one line.
     """
     try:
-        configuration = Configuration.read(environ)
-        setting = Setting(
-            target=configuration.target,
-            drafter=configuration.drafter,
-            prompt_files=configuration.prompts,
-        )
-        choose(setting)
         report = load(REPORT) if REPORT.is_file() else newest_record(RESULTS)
         rounds = json.loads(ROUNDS.read_text("utf-8")) if ROUNDS.is_file() else None
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
 
-    return Machine(
-        configuration=configuration,
-        report=report,
-        is_own_report=REPORT.is_file(),
-        own_rounds=rounds,
-    )
+    return Machine(report=report, is_own_report=REPORT.is_file(), own_rounds=rounds)
 
 
 def main(options: Sequence[str]) -> int:
     """Runs the validation and examples/h200.py on a GPU; returns 1 if one of them fails."""
-    start()  # refuses invalid variables before hours of work
     if not has_gpu():
         print("There is no GPU, so the notebooks read the committed records.")
         return 0
 
-    chosen = [*Configuration.read(os.environ).options(), *options]
-    validation = ["-m", "pytest", "validation", "--gpu", f"--report-dir={MEASURED}", *chosen]
+    validation = ["-m", "pytest", "validation", "--gpu", f"--report-dir={MEASURED}", *options]
     measure = [str(ROOT / "examples" / "h200.py"), f"--output={ROUNDS}"]
 
     MEASURED.mkdir(parents=True, exist_ok=True)

@@ -55,14 +55,10 @@ here.banner("vLLM", "rounds", "price")
 # python -m notebooks.machine --quick     # one case of most checks, in 14 minutes, then the rounds
 # ```
 #
-# ## Environment variables
-#
-# Set them before. They have the meaning of the options of `pytest validation`. A misspelled
-# variable raises an error. Otherwise the shipped pair would be measured silently.
+# Other options are those of `pytest validation`: target and head, prompts, vLLM, the price of an
+# hour.
 
 # %% tags=["hide-input"]
-import os
-
 import matplotlib.pyplot as plt
 import numpy as np
 from IPython.display import Markdown
@@ -75,20 +71,8 @@ from eagle3_jax.theory.bounds import largest_batch
 from eagle3_jax.theory.known_models import KNOWN_MODELS
 from eagle3_jax.theory.memory import Deployment, memory_plan
 from validation.device import share_of_jax
+from validation.engines.memory import SHARE_OF_VLLM
 from validation.runs import Verdict, verdict_lines
-
-refused = []
-for environ in ({"EAGLE3_TARGETS": "/models/Llama"}, {"EAGLE3_TARGET": "/models/Llama"}):
-    try:
-        machine.start(environ)
-    except SystemExit as line:
-        refused.append(str(line))
-assert len(refused) == 2 and all("\n" not in line for line in refused)
-rows = [
-    [f"`{name}`", meaning, "set" if os.environ.get(name, "").strip() else "–"]
-    for name, meaning in machine.VARIABLES.items()
-]
-Markdown(to_markdown(["variable", "meaning", "here"], rows))
 
 # %% [markdown]
 # ## Verdicts of the validation
@@ -150,13 +134,12 @@ Markdown(f"Measured on {bits.origin}\n\n" + to_markdown(columns, rows))
 #
 # In a comparison, both engines hold target and head at the same time. JAX allocates memory on
 # demand up to its share (`XLA_CLIENT_MEM_FRACTION`). vLLM allocates its share at its start
-# (`EAGLE3_VLLM_MEMORY`). The plan is for Llama-3.1-8B with its EAGLE-3 head, batch 8, 2,048 tokens
+# (`--vllm-memory`). The plan is for Llama-3.1-8B with its EAGLE-3 head, batch 8, 2,048 tokens
 # each, K = 5. On an unknown device the plan is for an H100 and an H200, which are **not** this
 # machine.
 
 # %%
 NAME = "Llama-3.1-8B"
-share = here.configuration.vllm_memory
 devices = (
     [here.accelerator]
     if here.accelerator
@@ -180,7 +163,7 @@ def plans(accelerator, weights):
     load = {"batch": 8, "context": 2048, "num_draft_tokens": 5, "prefill_tokens": 2048}
     return {
         "JAX": memory_plan(deployment, **load, utilization=share_of_jax()),
-        "vLLM": memory_plan(deployment, **load, utilization=share),
+        "vLLM": memory_plan(deployment, **load, utilization=SHARE_OF_VLLM),
     }
 
 
@@ -253,7 +236,9 @@ for (name, weights, _), plan in plan_of.items():
 # %%
 target = KNOWN_MODELS[NAME]
 deployment = Deployment(target=target, head=usual_head(target), accelerator=devices[0])
-fitting = largest_batch(deployment, context=4096, num_draft_tokens=5, utilization=0.97 - share)
+fitting = largest_batch(
+    deployment, context=4096, num_draft_tokens=5, utilization=0.97 - SHARE_OF_VLLM
+)
 print(f"1. {fitting} sequences on a {devices[0].name}, by its data sheet")
 assert fitting >= 1
 
@@ -264,6 +249,5 @@ assert fitting >= 1
 # - Products have float32 precision.
 # - A run and a compilation that are repeated give the same bits. So does invariant decoding.
 # - By the memory plan, two engines in bfloat16 fit into a device of 140 GB or more.
-# - A misspelled variable and a variable without its counterpart each raise a one-line error.
 #
 # **Next:** [02](02_equality_with_vllm.ipynb), equality with vLLM.
