@@ -49,7 +49,7 @@ class ScriptedTree(FixedTree):
         for index, path in enumerate(self.deepest):
             right[index, path] = True
         # Off by the number of the node, which is below V: never right, and siblings differ.
-        off = jnp.arange(self.num_nodes, dtype=jnp.int32)
+        off = jnp.arange(self.num_nodes, dtype=jnp.int32)[None]
         chosen = jnp.asarray(right)[state.length % len(self.deepest)]
         script = self.scripted(params, state)
         return self.draft(state, jnp.where(chosen, script, (script + off) % VOCABULARY))

@@ -140,7 +140,7 @@ class LogitBias(LogitsProcessor):
         self, params: Array, state: Any, logits: Float[Array, "B V"]
     ) -> Float[Array, "B V"]:
         """See :class:`LogitsProcessor`."""
-        return logits + params
+        return logits + params[None]
 
 
 @dataclasses.dataclass(frozen=True)
