@@ -177,6 +177,11 @@ def generate(
     --logprobs logprobs: for each token its logprob and top, pairs of token id and log-probability.
     """
     check_writable(running.trace)
+    # Before the sampling is checked, which puts numbers on a device. Every process of a mesh reads
+    # the rounds; the first one writes them.
+    if not join(running.distributed, running.mesh) and running.trace is not None:
+        running = dataclasses.replace(running, trace=Path(os.devnull))
+
     requests = prompts.read(sampling)
     has_stops = any(request.stops for request in requests)
     is_plain_json = running.as_json and running.trace is None
@@ -185,10 +190,6 @@ def generate(
     _check_sampling(requests)
 
     keep_compiled_programs(running.compilation_cache)
-    # Every process of a mesh reads the rounds; the first one writes them.
-    if not join(running.distributed, running.mesh) and running.trace is not None:
-        running = dataclasses.replace(running, trace=Path(os.devnull))
-
     rows = min(running.batch_size, len(requests)) if running.as_json else 1
     batches = [rows] if running.trace is None else _batches(len(requests), rows)
     mesh = read_mesh(running.mesh, batches)

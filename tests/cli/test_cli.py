@@ -172,11 +172,12 @@ def test_a_line_of_a_file_has_sampling_a_seed_and_stop_texts_of_its_own(cli, tmp
     code, out, err = cli(*options)
     assert (code, out) == (2, "") and "stop texts and --logprobs work with --json" in err
 
-    del lines[0]["stop"]
-    file.write_text(json.dumps(lines[0]) + "\n")
+    for line in lines:
+        del line["stop"]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     code, out, _ = cli(*options, "--compare")
     assert code == 0 and (expected[0][1] or "") in out
-    assert "no comparison with plain decoding" in out
+    assert "no comparison with plain decoding: the lines of the file sample differently" in out
 
     for line, message in (
         ({"temperature": "1"}, "temperature is '1'; expected a number"),

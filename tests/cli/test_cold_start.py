@@ -124,14 +124,14 @@ def test_a_second_run_compiles_nothing(tmp_path):
     assert misses > 0 and hits == 0
     assert Path(where) == home / "eagle3-jax" / "compiled"
     files = sorted(path.name for path in Path(where).iterdir())
-    assert any(name.startswith("jit_generate") for name in files)
+    assert any(name.startswith("jit_step") for name in files)
 
     assert compiled_by("--compilation-cache", where) == (0, misses, where)
     assert sorted(path.name for path in Path(where).iterdir()) == files
 
     # What an interrupted run left is compiled again, in silence: `fresh` refuses anything on the
     # standard error.
-    for path in Path(where).glob("jit_generate*"):
+    for path in Path(where).glob("jit_step*"):
         path.write_bytes(path.read_bytes()[:100])
     compiled_by(XDG_CACHE_HOME=str(home))
 
