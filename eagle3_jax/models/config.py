@@ -330,7 +330,7 @@ class Experts:
     num_experts: int  #: ``E``, number of experts.
     per_token: int  #: ``k``, number of experts per token.
     width: int  #: Inner width of an expert.
-    router: RouterName  #: Key of :data:`ROUTERS`.
+    router: RouterName  #: Key of ``ROUTERS``.
     #: Whether the weights of a token are divided by their sum (``softmax``, ``sigmoid``).
     normalise: bool = True
     scaling: float = 1.0  #: Factor of the weights after that.
