@@ -182,8 +182,8 @@ def pytest_configure(config: pytest.Config) -> None:
         report.environment |= environment(
             target=option("--target"), drafter=option("--drafter"), prompt_files=option("--prompts")
         )
-        if option("--price-per-hour"):
-            report.environment["price_per_hour"] = option("--price-per-hour")
+        if price := option("--price-per-hour"):
+            report.environment["price_per_hour"] = price
 
         if minutes := option("--minutes") or (
             MINUTES if option("--gpu") and option("--quick") else 0

@@ -54,7 +54,7 @@ LIMITS = {
     "conversion": Counts(18_060, 7, 0, 0),
     "validation": Counts(23_400, 8, 0, 0),
     "tests": Counts(98_120, 9, 0, 0),
-    "notebooks": Counts(14_120, 9, 0, 0),
+    "notebooks": Counts(13_800, 9, 0, 0),
     "examples": Counts(12_300, 8, 0, 0),
     "docs": Counts(6_260, 10, 0, 0),
 }
