@@ -190,6 +190,7 @@ def generate(
     _check_sampling(requests)
 
     keep_compiled_programs(running.compilation_cache)
+
     rows = min(running.batch_size, len(requests)) if running.as_json else 1
     batches = [rows] if running.trace is None else _batches(len(requests), rows)
     mesh = read_mesh(running.mesh, batches)
