@@ -6,9 +6,12 @@ missing one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import threading
 import types
 import typing
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +24,11 @@ from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.conversion.files import NATIVE_FILE, new_directory, read_json, write_json
 from eagle3_jax.conversion.heads import HEADS, HeadCheckpoint
 from eagle3_jax.conversion.heads.head import check_embedding, check_fit
+from eagle3_jax.conversion.quantised.arrays import Shaped
 from eagle3_jax.conversion.rules import Params
 from eagle3_jax.conversion.sidecars import copy_tokenizer
 from eagle3_jax.conversion.targets import TargetCheckpoint, dense_params
+from eagle3_jax.devices.host import copy_blocks
 from eagle3_jax.files.writing import orbax_quiet
 from eagle3_jax.models.config import (
     DecoderConfig,
@@ -36,6 +41,10 @@ from eagle3_jax.models.config import (
 from eagle3_jax.models.decoder import DecoderTarget
 
 FORMAT = 3
+# Arrays of this many bytes are written together, and are in memory at a time.
+GROUP_BYTES = 2**28
+# Orbax copies a chunk to write or read it.
+_CHUNK_BYTES = 2**25
 TARGET = "target"
 _PARAMS = "params"
 
@@ -73,9 +82,10 @@ def write_native(checkpoint: TargetCheckpoint | HeadCheckpoint, directory: str |
 
     if isinstance(checkpoint, TargetCheckpoint):
         shapes = DecoderTarget(checkpoint.config).param_shapes()
-        leaves = rules.write_params(
+        written = rules.write_params(
             _identity(shapes), dense_params(checkpoint), shapes, where=where
         )
+        leaves: dict[str, Any] = {**written}
         values |= {
             "kind": TARGET,
             "family": checkpoint.family.model_type,
@@ -84,8 +94,8 @@ def write_native(checkpoint: TargetCheckpoint | HeadCheckpoint, directory: str |
 
     else:
         shapes = HEADS[checkpoint.method].param_shapes(checkpoint.config)
-        leaves = rules.write_params(_identity(shapes), checkpoint.head, shapes, where=where)
-        leaves = {f"head.{path}": leaf for path, leaf in leaves.items()}
+        written = rules.write_params(_identity(shapes), checkpoint.head, shapes, where=where)
+        leaves = {f"head.{path}": leaf for path, leaf in written.items()}
         if checkpoint.draft_to_target is not None:
             leaves["draft_to_target"] = np.asarray(checkpoint.draft_to_target, np.int32)
         if checkpoint.embedding is not None:
@@ -96,13 +106,39 @@ def write_native(checkpoint: TargetCheckpoint | HeadCheckpoint, directory: str |
             "num_target_layers": checkpoint.num_target_layers,
         }
 
+    groups = _groups(leaves)
+    if len(groups) > 1:
+        values["groups"] = len(groups)
     with new_directory(directory, sum(leaf.nbytes for leaf in leaves.values())) as temporary:
         with orbax_quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            # Flat, because Orbax would turn the integer keys of lists of layers into strings.
-            contiguous = {path: np.ascontiguousarray(leaf) for path, leaf in leaves.items()}
-            checkpointer.save(temporary / _PARAMS, contiguous)
+            for number, paths in enumerate(groups):
+                # Flat, because Orbax would turn the integer keys of lists of layers into strings.
+                arrays = {path: np.ascontiguousarray(leaves[path]) for path in paths}
+                in_chunks = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
+                checkpointer.save(
+                    temporary / _group_name(number),
+                    args=ocp.args.PyTreeSave(arrays, save_args=dict.fromkeys(arrays, in_chunks)),
+                )
         write_json(temporary / NATIVE_FILE, values)
         copy_tokenizer(checkpoint.source, temporary)
+
+
+def _groups(leaves: Mapping[str, Any]) -> list[list[str]]:
+    """Divides arrays into groups; one group is in memory while it is written."""
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for path, leaf in leaves.items():
+        size = leaf.nbytes
+        if groups[-1] and filled + size > GROUP_BYTES:
+            groups.append([])
+            filled = 0
+        groups[-1].append(path)
+        filled += size
+    return groups
+
+
+def _group_name(number: int) -> str:
+    return f"{_PARAMS}.{number}" if number else _PARAMS
 
 
 def read_native_target(directory: Path, extra_family: Family | None = None) -> TargetCheckpoint:
@@ -140,8 +176,10 @@ def read_native_head(directory: Path, target: DecoderConfig | None) -> HeadCheck
         check_fit(config, target, where)
 
     leaves = read_leaves(directory)
-    embedding = leaves.pop("embedding", None)
-    draft_to_target = leaves.pop("draft_to_target", None)
+    stored = {name: leaves.pop(name, None) for name in ("embedding", "draft_to_target")}
+    embedding, draft_to_target = (
+        None if leaf is None else np.asarray(leaf) for leaf in stored.values()
+    )
 
     # Without a map draft ids are target ids; a smaller vocabulary needs one.
     has_ids = draft_to_target is not None or config.draft_vocab_size == config.vocab_size
@@ -191,32 +229,83 @@ def read_description(directory: Path) -> Fields:
     return fields
 
 
-def read_leaves(directory: Path) -> dict[str, np.ndarray]:
-    """Reads all arrays of a native checkpoint by dotted path."""
-    path = (directory / _PARAMS).absolute()
+def read_leaves(directory: Path) -> dict[str, StoredLeaf]:
+    """Finds all arrays of a native checkpoint by dotted path; they are read when they are used."""
+    leaves: dict[str, StoredLeaf] = {}
+    for number in range(read_description(directory).size("groups", 1)):
+        leaves |= _read_group((directory / _group_name(number)).absolute())
+    return leaves
+
+
+def _read_group(path: Path) -> dict[str, StoredLeaf]:
     if not path.is_dir():
         raise CheckpointError(
-            f"{directory} has no {_PARAMS}/ next to {NATIVE_FILE}; it is incomplete, convert it"
+            f"{path.parent} has no {path.name}/ next to {NATIVE_FILE}; it is incomplete, convert it"
             " again"
         )
+    with _orbax(path) as checkpointer:
+        tree = checkpointer.metadata(path).item_metadata.tree
+
+    if not isinstance(tree, dict) or not all(hasattr(leaf, "shape") for leaf in tree.values()):
+        raise CheckpointError(f"{path} is not a flat tree of arrays; convert the checkpoint again")
+    return {name: StoredLeaf(path, name, leaf.shape, leaf.dtype) for name, leaf in tree.items()}
+
+
+class StoredLeaf(Shaped):
+    """An array of a native checkpoint, which is read whenever it is used.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its type.
+    """
+
+    # Orbax reads with threads of its own. One array at a time is as fast, and holds less memory.
+    _lock = threading.Lock()
+
+    def __init__(self, directory: Path, name: str, shape: Sequence[int], dtype: Any):
+        """See the class."""
+        self._directory = directory
+        self._name = name
+        self.shape = tuple(shape)
+        self.dtype = np.dtype(dtype)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Reads the array."""
+        import orbax.checkpoint as ocp
+
+        name = self._name
+        as_numpy = ocp.args.PyTreeRestore(
+            item={name: 0},
+            restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray)},
+            partial_restore=True,
+        )
+        with _orbax(self._directory) as checkpointer:
+            array = checkpointer.restore(self._directory, args=as_numpy)[name]
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def copy_to(self, array: np.ndarray) -> None:
+        """Reads into an array of this shape."""
+        with self._lock:
+            copy_blocks(array, np.asarray(self))
+
+    def swapaxes(self, first: int, second: int) -> np.ndarray:
+        """Reads the array and exchanges two axes."""
+        return np.asarray(self).swapaxes(first, second)
+
+
+@contextlib.contextmanager
+def _orbax(path: Path) -> Iterator[Any]:
+    """Yields a checkpointer; damage of the files in ``path`` is one error."""
     import orbax.checkpoint as ocp
 
-    with orbax_quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        try:
-            tree = checkpointer.metadata(path).item_metadata.tree
-            as_numpy = dict.fromkeys(tree, ocp.RestoreArgs(restore_type=np.ndarray))
-            leaves = checkpointer.restore(path, restore_args=as_numpy)
-        except Exception as error:  # Orbax and TensorStore report damage as almost any type
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise CheckpointError(
-                f"{path} is damaged ({reason[:160]}); convert the checkpoint again"
-            ) from None
-
-    if not isinstance(leaves, dict) or not all(
-        isinstance(leaf, np.ndarray) for leaf in leaves.values()
-    ):
-        raise CheckpointError(f"{path} is not a flat tree of arrays; convert the checkpoint again")
-    return leaves
+    try:
+        with orbax_quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            yield checkpointer
+    except Exception as error:  # Orbax and TensorStore report damage as almost any type
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"{path} is damaged ({reason[:160]}); convert the checkpoint again"
+        ) from None
 
 
 def _identity(shapes: Params) -> list[rules.Rule]:

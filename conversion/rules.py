@@ -18,6 +18,7 @@ import numpy as np
 
 from eagle3_jax.conversion.errors import CheckpointError, short
 from eagle3_jax.conversion.quantised.arrays import Shaped, kept_as, stored_kernel
+from eagle3_jax.devices.host import copy_blocks
 from eagle3_jax.models.quantised import Fp8Kernel, Int8Kernel
 
 Array = Any  # of numpy, or computed from quantised tensors (quantised.arrays.Dequantised)
@@ -197,32 +198,98 @@ def read_params(
 
 def write_params(
     rules: Sequence[Rule], params: Params, shapes: Params, *, where: str
-) -> dict[str, np.ndarray]:
-    """Builds foreign tensors from our parameters; the inverse of :func:`read_params`.
+) -> dict[str, Written]:
+    """Returns foreign tensors that are built from our parameters when they are read.
+
+    The inverse of :func:`read_params`. Tensors that are parts of one parameter are neighbours, so
+    reading them in this order holds few parameters in memory.
 
     Raises:
         CheckpointError: The parameters are not those that the configuration describes.
     """
-    leaves = {path: np.asarray(leaf) for path, leaf in flatten(params)}
+    leaves = dict(flatten(params))
     expected = {path: tuple(leaf.shape) for path, leaf in flatten(shapes)}
     _check_names(f"the head or target of {where}", expected, leaves)
     for path, leaf in leaves.items():
         check_matrix(leaf, expected[path], f"{where}: {path}")
     _check_table(rules, expected)
 
-    tensors: dict[str, np.ndarray] = {}
+    of_tensor: dict[str, list[Rule]] = collections.defaultdict(list)
     for rule in rules:
-        leaf = leaves[rule.path]
-        part = rule.part.view(leaf)
+        of_tensor[rule.source].append(rule)
+    order = {path: index for index, path in enumerate(dict.fromkeys(rule.path for rule in rules))}
+    read = _Leaves(rules, leaves)
+    return {
+        source: Written(table, read)
+        for source, table in sorted(of_tensor.items(), key=lambda entry: order[entry[1][0].path])
+    }
+
+
+class _Leaves:
+    """Parameters that are read from a file, each until all tensors of it are built."""
+
+    def __init__(self, rules: Sequence[Rule], leaves: Mapping[str, Array]):
+        self._leaves = leaves
+        self._uses = collections.Counter(rule.path for rule in rules)
+        self._read: dict[str, np.ndarray] = {}
+
+    def __getitem__(self, path: str) -> Array:
+        """Returns a parameter without reading it."""
+        return self._leaves[path]
+
+    def matrix(self, rule: Rule) -> np.ndarray:
+        """Reads the array that the part of a rule is in, without leading axes."""
+        leaf = self._leaves[rule.path]
+        # Experts are read one by one.
+        if rule.part.leading and getattr(leaf, "sliceable", False):
+            return np.asarray(leaf[rule.part.leading])
+
+        array = self._read.pop(rule.path, None)
+        if array is None:
+            array = np.asarray(leaf)
+        self._uses[rule.path] -= 1
+        if self._uses[rule.path] > 0:
+            self._read[rule.path] = array
+        return array[rule.part.leading]
+
+
+class Written(Shaped):
+    """A tensor of a foreign checkpoint, built from our parameters at every read.
+
+    Attributes:
+        shape: Shape of the tensor.
+        dtype: Its type.
+    """
+
+    def __init__(self, rules: Sequence[Rule], leaves: _Leaves):
+        """See the class; ``rules`` are those of this tensor."""
+        leaf = leaves[rules[0].path]
+        self._rules = rules
+        self._leaves = leaves
+        self.shape = rules[0].stored_shape(leaf.shape)
+        self.dtype = np.dtype(leaf.dtype)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Builds a new array, or returns a view of a parameter."""
+        tensor = self._build()
+        return tensor if dtype is None else tensor.astype(dtype, copy=False)
+
+    def _build(self) -> np.ndarray:
+        rule = self._rules[0]
         if rule.cut == COMPLETE:
-            tensors[rule.source] = _transposed(part.reshape(rule.part.shape(leaf.shape)), rule)
-        else:
-            # The first rule of a tensor creates it; its other rules fill their pieces.
-            empty = np.empty(rule.stored_shape(leaf.shape), leaf.dtype)
-            tensor = tensors.setdefault(rule.source, empty)
+            return _transposed(self._part(rule), rule)
+
+        tensor = np.empty(self.shape, self.dtype)
+        for rule in self._rules:
             piece = rule.cut.view(_transposed(tensor, rule))
-            piece[...] = part.reshape(piece.shape)
-    return tensors
+            piece[...] = self._part(rule).reshape(piece.shape)
+        return tensor
+
+    def _part(self, rule: Rule) -> np.ndarray:
+        """Returns the part of a parameter that the tensor fills, or a piece of the tensor."""
+        matrix = self._leaves.matrix(rule)
+        part = rule.part._replace(leading=())
+        return part.view(matrix).reshape(part.shape(matrix.shape))
 
 
 def check_layers(
@@ -287,46 +354,107 @@ class Joined(Shaped):
         dtype: A dtype that holds the values of every tensor.
     """
 
-    def __init__(self, parts: Sequence[tuple[Rule, Array]], shape: tuple[int, ...]):
-        """See the class."""
-        first = parts[0][0]
-        #: Whether the tensors have the last two axes of the array in the opposite order.
-        self._exchanged = first.transpose != first.part.turned
-        self._pieces = [(rule.part.view, rule.cut.view(value)) for rule, value in parts]
+    def __init__(
+        self, parts: Sequence[tuple[Part, Array]], shape: tuple[int, ...], *, is_exchanged: bool
+    ):
+        """See the class.
+
+        Args:
+            parts: Pieces of tensors, each with the part of the array that it fills.
+            shape: Shape of the assembled array.
+            is_exchanged: Whether the tensors have its last two axes in the opposite order.
+        """
+        self._parts = list(parts)
+        self._is_exchanged = is_exchanged
         self.shape = shape
-        self.dtype = np.result_type(*(value.dtype for _, value in parts))
+        self.dtype = np.result_type(*(piece.dtype for _, piece in parts))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Assembles a new array."""
         # Its order in memory is that of the tensors: row by row, copies are fast.
-        shape = _transposed_shape(self.shape) if self._exchanged else self.shape
+        shape = _transposed_shape(self.shape) if self._is_exchanged else self.shape
         array = np.empty(shape, dtype or self.dtype)
-        if self._exchanged:
+        if self._is_exchanged:
             array = array.swapaxes(-1, -2)
-
-        for view_in, piece in self._pieces:
-            view = view_in(array)
-            view[...] = piece.reshape(view.shape)
+        self.copy_to(array)
         return array
+
+    @property
+    def sliceable(self) -> bool:
+        """Whether a slice on the first axis reads no other tensors, as of a stack of experts."""
+        return all(part.leading for part, _ in self._parts)
+
+    def copy_to(self, array: np.ndarray) -> None:
+        """Assembles into an array of this shape."""
+        for part, piece in self._parts:
+            view = part.view(array)
+            copy_blocks(view, np.asarray(piece).reshape(view.shape))
+
+    def __getitem__(self, index: Any) -> Any:
+        """Returns a part of the array; if it is ``sliceable``, without reading other matrices."""
+        indices = index if isinstance(index, tuple) else (index,)
+        if not self.sliceable or not indices:
+            return np.asarray(self)[index]
+
+        first, *inner = indices
+        is_range = isinstance(first, slice)
+        numbers = range(self.shape[0])[first] if is_range else (first,)
+        place = {number: (position,) if is_range else () for position, number in enumerate(numbers)}
+        parts = [
+            (part._replace(leading=(*place[part.leading[0]], *part.leading[1:])), piece)
+            for part, piece in self._parts
+            if part.leading[0] in place
+        ]
+        shape = (len(numbers), *self.shape[1:]) if is_range else self.shape[1:]
+        selected = Joined(parts, shape, is_exchanged=self._is_exchanged)
+        if all(entry == slice(None) for entry in inner):
+            return selected
+        return np.asarray(selected)[(slice(None), *inner) if is_range else tuple(inner)]
 
     @property
     def computed(self) -> bool:
         """Whether some entries are computed from quantised tensors."""
-        return any(getattr(piece, "computed", False) for _, piece in self._pieces)
+        return any(getattr(piece, "computed", False) for _, piece in self._parts)
 
     @property
     def kept_as(self) -> str:
         """The kind of kernel that keeps the stored values: ``fp8``, ``int8``, or empty for none."""
-        return kept_as([piece for _, piece in self._pieces])
+        return kept_as([piece for _, piece in self._parts])
 
     def stored_kernel(self) -> Fp8Kernel | Int8Kernel | None:
         """Returns the kernel of kind ``kept_as``, bit for bit; ``None`` if there is none."""
-        return stored_kernel(self._pieces, self.shape)
+        return stored_kernel([(part.view, piece) for part, piece in self._parts], self.shape)
+
+
+class Decoded(Shaped):
+    """A quantised parameter that is decoded to a type at every read."""
+
+    def __init__(self, source: Array, dtype: Any):
+        """See the class."""
+        self._source = source
+        self.shape = tuple(source.shape)
+        self.dtype = np.dtype(dtype)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Decodes a new array."""
+        return np.asarray(self._source).astype(dtype or self.dtype)
+
+    @property
+    def sliceable(self) -> bool:
+        """Whether a slice on the first axis decodes no other tensors."""
+        return getattr(self._source, "sliceable", False)
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """Returns a part of the array."""
+        return np.asarray(self._source[index]).astype(self.dtype)
 
 
 def _joined(parts: list[tuple[Rule, Array]], shape: tuple[int, ...]) -> Array | Joined:
     rule, value = parts[0]
-    return value if rule.part == rule.cut == COMPLETE else Joined(parts, shape)
+    if rule.part == rule.cut == COMPLETE:
+        return value
+    pieces = [(rule.part, rule.cut.view(value)) for rule, value in parts]
+    return Joined(pieces, shape, is_exchanged=rule.transpose != rule.part.turned)
 
 
 def _check_table(rules: Sequence[Rule], expected: Mapping[str, tuple[int, ...]]) -> None:

@@ -26,6 +26,9 @@ from eagle3_jax.conversion.tensors import SAFETENSORS, Stored, write_tensors
 from eagle3_jax.models.config import DecoderConfig
 from eagle3_jax.models.decoder import DecoderTarget
 
+# A larger target is written to several files.
+SHARD_BYTES = 5_000_000_000
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetCheckpoint:
@@ -100,7 +103,7 @@ def dense_params(checkpoint: TargetCheckpoint) -> Params:
     dtype = np.dtype(getattr(ml_dtypes, checkpoint.dtype, checkpoint.dtype))
 
     def decoded(leaf: Any) -> Any:
-        return np.asarray(leaf).astype(dtype) if getattr(leaf, "computed", False) else leaf
+        return rules.Decoded(leaf, dtype) if getattr(leaf, "computed", False) else leaf
 
     return jax.tree.map(decoded, checkpoint.params)
 
@@ -142,12 +145,9 @@ def write_target(checkpoint: TargetCheckpoint, directory: str | Path) -> None:
     )
     total = sum(tensor.nbytes for tensor in tensors.values())
     with new_directory(directory, total) as temporary:
-        write_tensors(temporary / SAFETENSORS, tensors)
+        files = write_tensors(temporary / SAFETENSORS, tensors, shard_bytes=SHARD_BYTES)
         # The official EAGLE code finds the embedding only through an index.
-        index = {
-            "metadata": {"total_size": total},
-            "weight_map": dict.fromkeys(sorted(tensors), SAFETENSORS),
-        }
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
         write_json(temporary / f"{SAFETENSORS}.index.json", index)
         write_json(temporary / "config.json", values)
         generation = {"bos_token_id": values["bos_token_id"], "eos_token_id": stop}

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from eagle3_jax.conversion.errors import CheckpointError, short
 from eagle3_jax.conversion.fields import Fields
@@ -26,6 +26,7 @@ from eagle3_jax.conversion.files import (
 )
 from eagle3_jax.conversion.gguf import read_contents
 from eagle3_jax.conversion.quantised import Quantisation
+from eagle3_jax.devices.host import copy_blocks
 
 SAFETENSORS = "model.safetensors"
 PICKLE = "pytorch_model.bin"
@@ -43,6 +44,9 @@ _DTYPES = {
     "F8_E8M0": ml_dtypes.float8_e8m0fnu,
 }
 # fmt: on
+_DTYPE_NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
+# Bytes that are brought into the order of a file at a time.
+_PIECE = 2**26
 
 
 class Signs(NamedTuple):
@@ -165,11 +169,74 @@ def read_file(path: Path) -> dict[str, np.ndarray]:
     return _read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Writes a safetensors file that PyTorch programs accept."""
-    contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+def write_tensors(
+    path: Path, tensors: Mapping[str, Any], shard_bytes: int | None = None
+) -> dict[str, str]:
+    """Writes a safetensors file that PyTorch programs accept, one tensor after the other.
+
+    Args:
+        path: The file.
+        tensors: Arrays of numpy, or objects with their ``shape`` and ``dtype`` that convert to one.
+        shard_bytes: If the tensors have more bytes, there are several files, named as transformers
+            names them.
+
+    Returns:
+        The name of the file of each tensor.
+    """
+    # With larger numbers first, every tensor is aligned.
+    names = sorted(tensors, key=lambda name: -np.dtype(tensors[name].dtype).itemsize)
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name in names:
+        size = tensors[name].nbytes
+        if shard_bytes is not None and shards[-1] and filled + size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+
+    files = {}
+    for number, shard in enumerate(shards, start=1):
+        part = f"-{number:05}-of-{len(shards):05}" if len(shards) > 1 else ""
+        file = path.with_name(f"{path.stem}{part}{path.suffix}")
+        _write_file(file, {name: tensors[name] for name in shard})
+        files |= dict.fromkeys(shard, file.name)
+    return files
+
+
+def _write_file(path: Path, tensors: Mapping[str, Any]) -> None:
     # transformers refuses files without the name of a framework.
-    save_file(contiguous, path, metadata={"format": "pt"})
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, tensor in tensors.items():
+        stop = start + tensor.nbytes
+        header[name] = {
+            "dtype": _DTYPE_NAMES[np.dtype(tensor.dtype)],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, stop],
+        }
+        start = stop
+
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors.values():
+            _write_array(file, np.asarray(tensor))
+
+
+def _write_array(file: BinaryIO, array: np.ndarray) -> None:
+    if array.flags.c_contiguous:
+        file.write(array.reshape(-1).view(np.uint8).data)
+        return
+    # A transposed array is brought into order a piece at a time.
+    rows = array.reshape(1) if array.ndim == 0 else array
+    step = max(1, _PIECE * len(rows) // max(1, array.nbytes))
+    for start in range(0, len(rows), step):
+        piece = rows[start : start + step]
+        ordered = np.empty(piece.shape, piece.dtype)
+        copy_blocks(ordered, piece)
+        file.write(ordered.reshape(-1).view(np.uint8).data)
 
 
 def _read_sharded(index: Path) -> dict[str, np.ndarray]:

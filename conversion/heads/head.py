@@ -218,7 +218,8 @@ def head_tensors(
     """Returns the tensors of a head by the names of a table, with those that all methods have."""
     config = checkpoint.config
     where = str(checkpoint.source)
-    tensors = rules.write_params(table, checkpoint.head, kind.param_shapes(config), where=where)
+    written = rules.write_params(table, checkpoint.head, kind.param_shapes(config), where=where)
+    tensors = {name: np.asarray(tensor) for name, tensor in written.items()}
 
     own_embedding = None if checkpoint.embedding is None else np.asarray(checkpoint.embedding)
     check_embedding(config, own_embedding, where)

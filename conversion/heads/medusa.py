@@ -225,7 +225,8 @@ def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
     config = checkpoint.config
     where = str(checkpoint.source)
     shapes = KIND.param_shapes(config)
-    tensors = rules.write_params(head_rules(config), checkpoint.head, shapes, where=where)
+    written = rules.write_params(head_rules(config), checkpoint.head, shapes, where=where)
+    tensors = {name: np.asarray(tensor) for name, tensor in written.items()}
 
     table = checkpoint.draft_to_target
     is_full = config.draft_vocab_size == config.vocab_size

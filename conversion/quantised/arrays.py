@@ -24,6 +24,12 @@ class Shaped:
     """An array with a shape, which is computed at every read."""
 
     shape: tuple[int, ...]  #: Shape of the array.
+    dtype: np.dtype  #: Type of its numbers.
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return self.size * self.dtype.itemsize
 
     @property
     def ndim(self) -> int:

@@ -20,10 +20,14 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from eagle3_jax.devices.host import copy_blocks, empty_aligned
+
 DATA = "data"
 MODEL = "model"
 MESH_AXES = (DATA, MODEL)
 _FORM = "as in model=4,data=2"
+# Bytes of a stack of matrices that the host prepares for an accelerator at a time.
+_MOST_AT_ONCE = 2**28
 
 
 class Axis(NamedTuple):
@@ -327,30 +331,58 @@ def put_shards(leaf: Any, dtype: Any, sharding: NamedSharding) -> jax.Array:
     Each device gets only its shard, which is converted for it.
 
     Args:
-        leaf: A numpy array. Only those parts of a mapped file are read that a device of this
-            process gets.
+        leaf: A numpy array or one that :func:`is_sliceable`. Only those parts of a mapped file are
+            read that a device of this process gets.
         dtype: Dtype on the devices.
         sharding: The devices and their shards.
     """
     indices = sharding.addressable_devices_indices_map(leaf.shape)
     shards = [
-        put_array(np.asarray(leaf[index]), dtype, device) for device, index in indices.items()
+        put_array(leaf[_cut(index, leaf.shape)], dtype, device) for device, index in indices.items()
     ]
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
 
 
-def put_array(leaf: np.ndarray, dtype: Any, device: jax.Device | None = None) -> jax.Array:
+def _cut(index: Any, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """Returns an index in which a whole axis is ``slice(None)``."""
+    return tuple(
+        slice(None) if entry.indices(size) == (0, size, 1) else entry
+        for entry, size in zip(index, shape, strict=True)
+    )
+
+
+def put_array(leaf: Any, dtype: Any, device: jax.Device | None = None) -> jax.Array:
     """Copies a host array to a device in another dtype.
 
     Args:
-        leaf: A numpy array.
+        leaf: A numpy array, or an object that ``np.asarray`` converts. It may have ``copy_to``, a
+            method that writes it into an array, and say whether it is ``sliceable``: whether a part
+            of it can be read alone.
         dtype: Dtype on the device.
         device: Default: the default device of JAX.
     """
     if jax.default_backend() == "cpu":
-        # JAX would not copy an array in order at all, and its memory may be that of a file.
-        return jax.device_put(leaf.astype(dtype, copy=leaf.flags.c_contiguous), device)
+        # JAX takes this memory, and no other copy exists. Without one, it could be that of a file.
+        array = empty_aligned(leaf.shape, dtype)
+        if hasattr(leaf, "copy_to"):
+            leaf.copy_to(array)
+        else:
+            copy_blocks(array, np.asarray(leaf))
+        return jax.device_put(array, device)
 
+    is_large = leaf.ndim > 2 and leaf.size * jnp.dtype(dtype).itemsize > _MOST_AT_ONCE
+    if is_large and is_sliceable(leaf):
+        return _put_slices(leaf, dtype, device)
+    return _put_at_once(np.asarray(leaf), dtype, device)
+
+
+def is_sliceable(leaf: Any) -> bool:
+    """Returns whether a slice of a host array can be read alone."""
+    return getattr(leaf, "sliceable", isinstance(leaf, np.ndarray))
+
+
+def _put_at_once(leaf: np.ndarray, dtype: Any, device: jax.Device | None) -> jax.Array:
+    """Copies an array to an accelerator."""
     # The smaller type is copied: fewer bytes.
     if jnp.dtype(dtype).itemsize < leaf.dtype.itemsize:
         leaf = leaf.astype(dtype)
@@ -361,6 +393,25 @@ def put_array(leaf: np.ndarray, dtype: Any, device: jax.Device | None = None) ->
     back = tuple(np.argsort(order).tolist())
     done = back == tuple(range(leaf.ndim)) and stored.dtype == dtype
     return stored if done else _in_order(stored, back, jnp.dtype(dtype))
+
+
+def _put_slices(leaf: Any, dtype: Any, device: jax.Device | None) -> jax.Array:
+    """Copies a large stack of matrices to an accelerator, a few of them at a time."""
+    stack = jnp.zeros(leaf.shape, dtype, device=device)
+    matrix_bytes = math.prod(leaf.shape[1:]) * stack.dtype.itemsize
+    step = max(1, _MOST_AT_ONCE // matrix_bytes)
+    for start in range(0, leaf.shape[0], step):
+        matrices = _put_at_once(np.asarray(leaf[start : start + step]), dtype, device)
+        stack = _with_slices(stack, matrices, start)
+        del matrices
+        # Otherwise the host would prepare all of them before the first is copied.
+        jax.block_until_ready(stack)
+    return stack
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _with_slices(stack: jax.Array, matrices: jax.Array, start: jax.Array | int) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(stack, matrices, start, axis=0)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

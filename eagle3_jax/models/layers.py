@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
+import os
 from typing import Any
 
 import jax
@@ -15,7 +17,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from eagle3_jax.devices.kernels import ordered_sum
-from eagle3_jax.devices.sharding import MLP, Axes, Axis, put_array, put_shards
+from eagle3_jax.devices.sharding import MLP, Axes, Axis, is_sliceable, put_array, put_shards
 from eagle3_jax.models import invariant
 from eagle3_jax.models.config import GatedMLP, NormKind
 from eagle3_jax.models.quantised import (
@@ -72,8 +74,9 @@ def stored_type(path: tuple[Any, ...], ndim: int, precision: Precision) -> DType
 def cast(params: Any, precision: Precision, shardings: Any = None) -> Any:
     """Puts arrays on the device, each in its :func:`stored_type`.
 
-    They are put one after the other: besides memory-mapped files, the host holds at most two arrays
-    at a time.
+    On a CPU a thread per core copies them into their memory on the device. For other devices they
+    are put one after the other: besides memory-mapped files, the host holds at most two arrays at a
+    time, and of a stack of experts a few.
 
     Args:
         params: Numpy arrays, or objects that ``np.asarray`` converts; for kernels to be stored in
@@ -81,18 +84,28 @@ def cast(params: Any, precision: Precision, shardings: Any = None) -> Any:
         precision: The types.
         shardings: A sharding per array. Default: the default device.
     """
-    # The array whose copy may not have ended.
-    copying: list[Any] = []
-
-    def put(path: tuple[Any, ...], leaf: Any, sharding: NamedSharding | None = None) -> Any:
-        array = _put(path, leaf, precision, sharding)
-        jax.block_until_ready(copying)
-        copying[:] = [array]
-        return array
-
     trees = (params,) if shardings is None else (params, shardings)
-    arrays = jax.tree_util.tree_map_with_path(put, *trees)
-    return jax.block_until_ready(arrays)
+    num_threads = os.cpu_count() or 1
+    if jax.default_backend() != "cpu":
+        num_threads = 1
+
+    with concurrent.futures.ThreadPoolExecutor(num_threads) as threads:
+
+        def put(path: tuple[Any, ...], leaf: Any, sharding: NamedSharding | None = None) -> Any:
+            if isinstance(leaf, ToQuantise):
+                # Its intermediate results are larger than the kernel.
+                return jax.block_until_ready(_put(path, leaf, precision, sharding))
+            return threads.submit(_put, path, leaf, precision, sharding)
+
+        arrays = jax.tree_util.tree_map_with_path(put, *trees)
+        is_pending = functools.partial(_is_a, concurrent.futures.Future)
+        return jax.tree.map(
+            lambda leaf: leaf.result() if is_pending(leaf) else leaf, arrays, is_leaf=is_pending
+        )
+
+
+def _is_a(kind: type, leaf: Any) -> bool:
+    return isinstance(leaf, kind)
 
 
 def _put(
@@ -100,9 +113,11 @@ def _put(
 ) -> Any:
     """Puts a parameter on the device: an array in its stored type, or a kernel in eight bits."""
     if not isinstance(leaf, ToQuantise):
-        host = np.asarray(leaf)
         dtype = stored_type(path, leaf.ndim, precision)
-        return put_array(host, dtype) if sharding is None else put_shards(host, dtype, sharding)
+        if sharding is None:
+            return jax.block_until_ready(put_array(leaf, dtype))
+        host = leaf if is_sliceable(leaf) else np.asarray(leaf)
+        return jax.block_until_ready(put_shards(host, dtype, sharding))
 
     kernel = leaf.kernel()
     if sharding is None:
