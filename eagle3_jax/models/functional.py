@@ -12,9 +12,19 @@ from flax import nnx
 Params = dict[str, Any]
 
 
+class _OneKey(nnx.Rngs):
+    """A stream of one key, for shapes: those of ``nnx.Rngs`` take most of the time of a layer."""
+
+    def __init__(self) -> None:
+        """It has no streams."""
+
+    def params(self) -> jax.Array:
+        return jax.random.key(0)
+
+
 @functools.lru_cache(maxsize=64)
 def _abstract(build: Callable[..., nnx.Module], config: Any, precision: Any) -> tuple[Any, Any]:
-    module = nnx.eval_shape(lambda: build(config, precision=precision, rngs=nnx.Rngs(0)))
+    module = nnx.eval_shape(lambda: build(config, precision=precision, rngs=_OneKey()))
     return nnx.split(module)
 
 
