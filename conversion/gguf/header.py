@@ -44,20 +44,23 @@ class Tensor(Dequantised):
     Attributes:
         raw: Numbers ``[..., D]``, or the bytes of blocks ``[..., B]``; a view of the mapped file.
         type: llama.cpp's name of its type, such as ``Q4_1``.
-        nbytes: Its size in the file.
     """
 
     def __init__(self, raw: np.ndarray, type: str):
         """See the class."""
         self.raw = raw
         self.type = type
-        self.nbytes = raw.nbytes
         if type in _PLAIN:
             super().__init__(raw.shape, raw.dtype, lambda: (raw, None), dtype=raw.dtype)
             return
         values, size = block_size(type)
         shape = (*raw.shape[:-1], raw.shape[-1] // size * values)
         super().__init__(shape, raw.dtype, lambda: (_dequantised(raw, type), None))
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in the file."""
+        return self.raw.nbytes
 
     @property
     def is_quantised(self) -> bool:
