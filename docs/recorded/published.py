@@ -7,6 +7,7 @@ repeats the library's answers; a test compares it with what this writes.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -17,12 +18,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import jax
 import ml_dtypes
 import numpy as np
 from page_tables import ROOT, table
 
-from eagle3_jax.conversion.errors import CheckpointError
+from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
 from eagle3_jax.conversion.families import Family, described
 from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.conversion.heads import HEADS, HeadCheckpoint
@@ -186,8 +186,11 @@ def drafter(model: Mapping[str, Any]) -> Answer:
         if model.get("inside"):
             return _inside(target_model, config)
         return _head(model, config, target_answer)
+    except TargetNeededError as error:
+        return Answer(CONFIGURATION, label, note=shortened(error, model["name"]))
     except CheckpointError as error:
-        return Answer(REFUSED, label, note=shortened(error, model["name"]))
+        name = target_model["name"] if model.get("inside") else model["name"]
+        return Answer(REFUSED, label, note=shortened(error, name))
 
 
 def _draft_model(model: Mapping[str, Any], label: str) -> Answer:
@@ -270,20 +273,15 @@ def _read_head(stored: Stored, kind: str, target: DecoderConfig | None) -> Answe
 
 
 def _planned_head(fields: Fields, kind: HeadKind, target: DecoderConfig | None) -> Answer:
-    """Reads the configuration of a head, and writes it with parameters of zeros."""
+    """Reads the configuration of a head."""
     config = kind.read_config(fields, target)  # type: ignore[arg-type]
     if target is not None:
         check_fit(config, target, fields.where)
-    zeros = jax.tree.map(
-        lambda leaf: np.broadcast_to(np.zeros((), ml_dtypes.bfloat16), leaf.shape),
-        kind.param_shapes(config),
-    )
-    size = getattr(config, "draft_vocab_size", config.vocab_size)
     head = HeadCheckpoint(
         method=kind.name,
         config=config,
-        head=zeros,
-        draft_to_target=None if size == config.vocab_size else np.arange(size, dtype=np.int32),
+        head={},
+        draft_to_target=None,
         embedding=None,
         dialect=kind.dialect(Signs.read(fields)),
         source=Path("head"),
@@ -294,13 +292,19 @@ def _planned_head(fields: Fields, kind: HeadKind, target: DecoderConfig | None) 
 
 
 def _head_layouts(head: HeadCheckpoint) -> str:
+    """Returns the layouts that can express a head."""
     kind = HEADS[head.method]
+    # Without parameters nothing is copied, and a layout refuses the settings first. Medusa's looks
+    # at the tensors, and copies none.
+    if kind.name != "medusa":
+        head = dataclasses.replace(head, head={})
     layouts = []
     for layout in kind.layouts:
         try:
             kind.write(head, layout)
-        except CheckpointError:
-            continue
+        except CheckpointError as error:
+            if " misses " not in str(error):
+                continue
         layouts.append(layout)
     return ", ".join((*layouts, "jax"))
 
