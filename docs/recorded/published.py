@@ -27,7 +27,7 @@ from eagle3_jax.conversion.families import Family, described
 from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.conversion.heads import HEADS, HeadCheckpoint
 from eagle3_jax.conversion.heads.head import HeadKind, check_fit
-from eagle3_jax.conversion.hf_config import stack_fields
+from eagle3_jax.conversion.hf_config import EVEN_WIDTHS, stack_fields
 from eagle3_jax.conversion.quantised import read_quantised
 from eagle3_jax.conversion.reading import Opened, head_of, recognise
 from eagle3_jax.conversion.targets import read_target
@@ -98,7 +98,7 @@ def _numbers(ranges: str) -> list[int]:
 
 
 def tensors_of(model: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Returns the tensors of a model, all zero; those of a draft vocabulary are its first tokens."""
+    """Returns the tensors of a model, all zero; its draft vocabulary is the first tokens."""
     tensors = {
         name: np.broadcast_to(np.zeros((), _DTYPES[dtype]), shape)
         for pattern, (dtype, shape) in model.get("tensors", {}).items()
@@ -116,14 +116,16 @@ def targets() -> dict[str, tuple[dict[str, Any], Answer, DecoderConfig | None]]:
     for model in models("targets"):
         fields = Fields(model["config"], "config.json")
         config = None
+        label = _family(fields)
         try:
             family, language_fields, wrapper = described(fields)
             config = family.read_config(language_fields)
+            label = family.label
             note = "" if wrapper is None else "language model only"
             answer = _read_target(model, family, config, note)
         except CheckpointError as error:
             # The description remains: drafters are checked against it.
-            answer = Answer(REFUSED, _family(fields), note=shortened(error, model["name"]))
+            answer = Answer(REFUSED, label, note=shortened(error, model["name"]))
         answers[model["name"]] = (model, answer, config)
     return answers
 
@@ -167,7 +169,8 @@ def _family(fields: Fields) -> str:
 def _target_layouts(family: Family, config: DecoderConfig) -> str:
     """Returns the layouts of a target: its family's, if that can express it, and the native one."""
     try:
-        fields = stack_fields(config, "bfloat16") | family.write_fields(config)
+        even = family.model_type in EVEN_WIDTHS
+        fields = stack_fields(config, "bfloat16", even=even) | family.write_fields(config)
         fields["tie_word_embeddings"] = config.tie_embeddings
         is_expressed = family.read_config(Fields(fields, "written")) == config
     except ValueError:
@@ -374,17 +377,21 @@ def page() -> str:
 _TEXT = """\
 # Published models: what each one gets today
 
-Look up whether a published target or drafter is read, what it can be written as, and the library's own words where it is
-refused. The page is written by `python docs/recorded/published.py` from [configurations](../tests/published/README.md)
-that were found in public repositories; [a test](../tests/docs/test_published.py) fails when an answer changes. No weights
-were downloaded, so no row says that a model was run.
+Look up whether a published target or drafter is read, what it can be written as, and the library's
+own words where it is refused. `python docs/recorded/published.py` writes this page from
+[configurations](../tests/published/README.md) that were found in public repositories, and
+[a test](../tests/docs/test_published.py) fails when an answer changes. No weights were downloaded,
+so no row says that a model was run.
 
-- **read**: the configuration is read, and the rules of its family or method fit the names and shapes of all its tensors.
-- *configuration read*: as above, but the names of its tensors were not found. Of quantised weights the format is recognised.
+- **read**: the configuration is read, and the rules of its family or method fit the names and
+  shapes of all its tensors.
+- *configuration read*: the names of its tensors were not found, or the target of a drafter was
+  not. Of quantised weights the format is recognised.
 - *refused*: the note is the error of one line, without its end where it is long.
 - *written as*: the layouts of `eagle3 convert --to`.
-- *configuration*: where it was found. *file* is the published `config.json`. *defaults* are those of transformers' class for
-  this model, and not the file. *recipe* is the configuration from which the project's own code trains this drafter.
+- *configuration*: where it was found. *file* is the published `config.json`; *defaults* are those
+  of transformers' class for this model, and not the file; *recipe* is the configuration from which
+  the project's own code trains this drafter.
 
 ## Targets
 
