@@ -302,8 +302,8 @@ def read_stack(fields: Fields, norm_eps: str = "rms_norm_eps") -> dict[str, Any]
     }
 
 
-# Families of which transformers refuses a config.json whose width is not a multiple of the number of
-# heads. GLM-4.5 (5120 and 96) and Qwen3.5-27B (5120 and 24) are published with such widths.
+# Families of which transformers refuses a width that is not a multiple of the number of heads.
+# GLM-4.5 (5120 and 96) and Qwen3.5-27B (5120 and 24) are published with such widths.
 EVEN_WIDTHS = ("llama", "gemma2", "gemma3_text")
 
 

@@ -1,4 +1,4 @@
-"""Writes docs/published.md: ``python docs/recorded/published.py``.
+"""Writes docs/published.md: ``python docs/recorded/published_models.py``.
 
 The library reads the configuration of every published model in ``tests/published``. Where the names
 and shapes of its tensors are known, they are read too, as arrays of zeros without memory. The page
@@ -15,7 +15,6 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -33,6 +32,7 @@ from eagle3_jax.conversion.reading import Opened, head_of, recognise
 from eagle3_jax.conversion.targets import read_target
 from eagle3_jax.conversion.tensors import Signs, Stored
 from eagle3_jax.drafters.draft_model import draft_model
+from eagle3_jax.loaded import LoadedTarget
 from eagle3_jax.models.config import DecoderConfig
 from eagle3_jax.models.decoder import DecoderTarget
 
@@ -97,9 +97,9 @@ def _numbers(ranges: str) -> list[int]:
     return [number for end in ends for number in range(int(end[0]), int(end[-1]) + 1)]
 
 
-def tensors_of(model: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def tensors_of(model: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the tensors of a model, all zero; its draft vocabulary is the first tokens."""
-    tensors = {
+    tensors: dict[str, Any] = {
         name: np.broadcast_to(np.zeros((), _DTYPES[dtype]), shape)
         for pattern, (dtype, shape) in model.get("tensors", {}).items()
         for name in expanded(pattern)
@@ -196,22 +196,15 @@ def drafter(model: Mapping[str, Any]) -> Answer:
         return Answer(REFUSED, label, note=shortened(error, name))
 
 
-def _draft_model(model: Mapping[str, Any], label: str) -> Answer:
-    names = (model["model"], model["target"])
+def _draft_model(row: Mapping[str, Any], label: str) -> Answer:
+    names = (row["model"], row["target"])
     parts = []
     for name in names:
         _, answer, config = targets()[name]
         if config is None:
             return Answer(REFUSED, label, note=f"{name}: {answer.note}")
-        parts.append(
-            SimpleNamespace(
-                name=name,
-                vocab_size=config.vocab_size,
-                tokenizer=None,
-                model=DecoderTarget(config),
-                params={},
-            )
-        )
+        model = DecoderTarget(config)
+        parts.append(LoadedTarget(model, {}, config.vocab_size, config.max_positions, name=name))
 
     try:
         draft_model(*parts)
@@ -245,7 +238,7 @@ def _head(
     else:
         signs = stored.signs
         kinds = [kind for kind in HEADS.values() if kind.recognise(signs)]
-        method = model["method"]
+        method = str(model["method"])
         kind = kinds[0] if kinds else HEADS.get(_READERS.get(method, method))
         if kind is None:
             raise CheckpointError(f"{model['name']}: no reader for {_METHODS[method]}")
@@ -378,10 +371,10 @@ _TEXT = """\
 # Published models: what each one gets today
 
 Look up whether a published target or drafter is read, what it can be written as, and the library's
-own words where it is refused. `python docs/recorded/published.py` writes this page from
+own words where it is refused. `python docs/recorded/published_models.py` writes this page from
 [configurations](../tests/published/README.md) that were found in public repositories, and
-[a test](../tests/docs/test_published.py) fails when an answer changes. No weights were downloaded,
-so no row says that a model was run.
+[a test](../tests/docs/test_published_models.py) fails when an answer changes. No weights were
+downloaded, so no row says that a model was run.
 
 - **read**: the configuration is read, and the rules of its family or method fit the names and
   shapes of all its tensors.

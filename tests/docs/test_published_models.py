@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import published
+import published_models
 
 
 def test_the_page_is_what_the_library_answers() -> None:
-    assert published.PAGE.read_text(encoding="utf-8") == published.page(), (
-        "run python docs/recorded/published.py"
+    assert published_models.PAGE.read_text(encoding="utf-8") == published_models.page(), (
+        "run python docs/recorded/published_models.py"
     )
