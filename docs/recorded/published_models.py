@@ -26,10 +26,10 @@ from eagle3_jax.conversion.families import Family, described
 from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.conversion.heads import HEADS, HeadCheckpoint
 from eagle3_jax.conversion.heads.head import HeadKind, check_fit
-from eagle3_jax.conversion.hf_config import EVEN_WIDTHS, stack_fields
+from eagle3_jax.conversion.hf_config import stack_fields
 from eagle3_jax.conversion.quantised import read_quantised
 from eagle3_jax.conversion.reading import Opened, head_of, recognise
-from eagle3_jax.conversion.targets import read_target
+from eagle3_jax.conversion.targets import EVEN_WIDTHS, read_target
 from eagle3_jax.conversion.tensors import Signs, Stored
 from eagle3_jax.drafters.draft_model import draft_model
 from eagle3_jax.loaded import LoadedTarget
@@ -93,8 +93,8 @@ def expanded(pattern: str) -> Iterator[str]:
 
 
 def _numbers(ranges: str) -> list[int]:
-    ends = (part.split("-") for part in ranges.split(","))
-    return [number for end in ends for number in range(int(end[0]), int(end[-1]) + 1)]
+    bounds = (part.split("-") for part in ranges.split(","))
+    return [number for pair in bounds for number in range(int(pair[0]), int(pair[-1]) + 1)]
 
 
 def tensors_of(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,8 +169,9 @@ def _family(fields: Fields) -> str:
 def _target_layouts(family: Family, config: DecoderConfig) -> str:
     """Returns the layouts of a target: its family's, if that can express it, and the native one."""
     try:
-        even = family.model_type in EVEN_WIDTHS
-        fields = stack_fields(config, "bfloat16", even=even) | family.write_fields(config)
+        any_heads = family.model_type not in EVEN_WIDTHS
+        fields = stack_fields(config, "bfloat16", any_heads=any_heads)
+        fields |= family.write_fields(config)
         fields["tie_word_embeddings"] = config.tie_embeddings
         is_expressed = family.read_config(Fields(fields, "written")) == config
     except ValueError:

@@ -25,8 +25,8 @@ from eagle3_jax import conversion
 from eagle3_jax.conversion import CheckpointError, blocks
 from eagle3_jax.conversion.families import FAMILIES, described, read_config
 from eagle3_jax.conversion.fields import Fields
-from eagle3_jax.conversion.hf_config import EVEN_WIDTHS
 from eagle3_jax.conversion.rules import COMPLETE, Rule, flatten, read_params, write_params
+from eagle3_jax.conversion.targets import EVEN_WIDTHS
 from eagle3_jax.models.config import (
     DecoderConfig,
     Experts,
