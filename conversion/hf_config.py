@@ -302,10 +302,11 @@ def read_stack(fields: Fields, norm_eps: str = "rms_norm_eps") -> dict[str, Any]
     }
 
 
-def stack_fields(config: Any, dtype: str) -> dict[str, Any]:
+def stack_fields(config: Any, dtype: str, *, any_heads: bool = False) -> dict[str, Any]:
     """Returns the sizes of a target or a head as fields; Hugging Face's describe one layer.
 
-    A family whose layers differ in more, or are of other kinds, adds its own fields.
+    A family whose layers differ in more, or are of other kinds, adds its own fields. ``any_heads``
+    means that transformers takes a width that the number of heads does not divide.
     """
     mlps = [layer.mlp for layer in config.layers if isinstance(layer.mlp, GatedMLP)]
     mixers = [layer.mixer for layer in config.layers if isinstance(layer.mixer, GroupedQuery)]
@@ -325,7 +326,7 @@ def stack_fields(config: Any, dtype: str) -> dict[str, Any]:
     if mixers:
         # If only some layers rotate, the fields describe the first of those.
         mixer = next((mixer for mixer in mixers if mixer.rope is not None), mixers[0])
-        if config.width % mixer.num_heads:
+        if config.width % mixer.num_heads and not any_heads:
             raise CheckpointError(
                 f"width {config.width} is not a multiple of num_heads {mixer.num_heads}; the"
                 " Hugging Face layout cannot express that (transformers refuses such a"

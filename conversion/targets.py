@@ -114,6 +114,11 @@ def _dense_dtype(fields: Fields) -> str:
     return named if named in rules.FLOATS else "bfloat16"
 
 
+# Families of which transformers refuses a width that is not a multiple of the number of heads.
+# GLM-4.5 (5120 and 96) and Qwen3.5-27B (5120 and 24) are published with such widths.
+EVEN_WIDTHS = ("llama", "gemma2", "gemma3_text")
+
+
 def write_target(checkpoint: TargetCheckpoint, directory: str | Path) -> None:
     """Writes a Hugging Face directory of the target's family, readable by transformers and vLLM.
 
@@ -125,7 +130,9 @@ def write_target(checkpoint: TargetCheckpoint, directory: str | Path) -> None:
     stop_tokens = list(checkpoint.stop_tokens)
     stop = stop_tokens[0] if len(stop_tokens) == 1 else stop_tokens or None
     with read_from(f"the Hugging Face layout of {family.label}"):
-        description = {**stack_fields(config, checkpoint.dtype), **family.write_fields(config)}
+        any_heads = family.model_type not in EVEN_WIDTHS
+        sizes = stack_fields(config, checkpoint.dtype, any_heads=any_heads)
+        description = sizes | family.write_fields(config)
     values = {
         "architectures": [family.architecture],
         "model_type": family.model_type,

@@ -90,6 +90,12 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
         )
 
     tensors = rules.renamed(stored.tensors, _rename, where)
+    # The authors' config.json for Vicuna names 2 heads of 5, and their code reads all of a file.
+    count = len(rules.numbers_in(tensors, _COUNTED["heads"]))
+    note = ""
+    if layout == "medusa" and count > _stated(top, "heads"):
+        note = f"config.json names {_stated(top, 'heads')} heads; the {count} of the file are read"
+        top = Fields({**top.values, "medusa_num_heads": count}, top.where)
     for word, pattern in _COUNTED.items():
         rules.check_layers(
             _stated(top, word), tensors, pattern, f"{top.where}: the number of Medusa {word}", word
@@ -140,6 +146,7 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
         target=target,
         embedding="",
         draft_to_target=ids,
+        note=note,
     )
 
 

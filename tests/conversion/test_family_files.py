@@ -26,6 +26,7 @@ from eagle3_jax.conversion import CheckpointError, blocks
 from eagle3_jax.conversion.families import FAMILIES, described, read_config
 from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.conversion.rules import COMPLETE, Rule, flatten, read_params, write_params
+from eagle3_jax.conversion.targets import EVEN_WIDTHS
 from eagle3_jax.models.config import (
     DecoderConfig,
     Experts,
@@ -679,3 +680,30 @@ def test_every_fourth_layer_attends_by_default() -> None:
             index: mixer.rope for index, mixer in mixers.items() if isinstance(mixer, GroupedQuery)
         }
         assert ropes == dict.fromkeys(full_layers, RopeConfig(theta=1e7, partial=0.25))
+
+
+_UNEVEN = {"hidden_size": 40, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}
+
+
+def test_transformers_refuses_uneven_widths_of_these_families() -> None:
+    from huggingface_hub.errors import StrictDataclassClassValidationError
+    from transformers import CONFIG_MAPPING
+
+    refused = set()
+    for recipe in RECIPES.values():
+        if recipe.model_type in CONFIG_MAPPING:
+            try:
+                CONFIG_MAPPING[recipe.model_type](**{**BASE, **recipe.fields, **_UNEVEN})
+            except StrictDataclassClassValidationError as error:
+                refused |= {recipe.model_type} if "multiple of" in str(error) else set()
+    assert refused == set(EVEN_WIDTHS)
+
+
+def test_a_width_that_is_no_multiple_of_the_heads_is_written(tmp_path: Path) -> None:
+    recipe = RECIPES["glm4_moe"]
+    uneven = recipe._replace(fields={**recipe.fields, **_UNEVEN})
+    build(uneven).save_pretrained(tmp_path / "glm")
+    conversion.convert(tmp_path / "glm", tmp_path / "back", "vllm")
+    source, back = map(conversion.read_target, (tmp_path / "glm", tmp_path / "back"))
+    assert same_target(source, back)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["hidden_size"] == 40

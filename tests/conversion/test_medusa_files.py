@@ -165,6 +165,15 @@ def test_full_outputs_with_a_token_map_are_cut_to_its_rows(tmp_path: Path) -> No
         conversion.convert(tmp_path / "heads", tmp_path / "out", "vllm", TARGET)
 
 
+def test_every_head_of_an_authors_file_is_read(tmp_path: Path) -> None:
+    # medusa-vicuna-7b-v1.3 is published with 5 heads and the number 2.
+    complete = read(official(tmp_path / "complete"))
+    head = read(official(tmp_path / "heads", config={"medusa_num_heads": 2}))
+    assert head.config.num_heads == complete.config.num_heads == 3
+    assert head.note == "config.json names 2 heads; the 3 of the file are read"
+    assert complete.note == ""
+
+
 ZEROS = np.zeros((16, 16), np.float32)
 REFUSED = {
     "more heads than the file": (
