@@ -98,7 +98,9 @@ class Cache(struct.PyTreeNode, kw_only=True):
         """Keeps a block after the committed tokens, and commits none of it; see :meth:`commit`."""
         # In block order nothing moves, whatever the count, and the length is at hand.
         pairs = zip(self.layers, written, strict=True)
-        layers = tuple(layer.commit(block, self.length, self.length) for layer, block in pairs)
+        layers = tuple(
+            layer.commit(block, self.length, self.length, None) for layer, block in pairs
+        )
         return Cache(layers=layers, length=self.length)
 
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from flax import nnx, struct
 from jaxtyping import Array, Float, Int, Key
 
-from eagle3_jax.cache import Cache, KeyValue
+from eagle3_jax.cache import Cache
 from eagle3_jax.devices.kernels import indices
 from eagle3_jax.devices.sharding import VOCAB, Axis
 from eagle3_jax.drafters.base import NetworkDrafter
@@ -68,14 +68,14 @@ class FirstLayer(nnx.Module):
         fused: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
         context: AttentionContext,
-    ) -> tuple[Float[Array, "B T D"], KeyValue]:
+    ) -> tuple[Float[Array, "B T D"], Any]:
         normed = self.feature_norm(fused)
         embedding_and_features = jnp.concatenate([self.embedding_norm(embedded), normed], axis=-1)
-        attended, kv = self.attention(embedding_and_features, positions, context)
+        attended, written = self.attention(embedding_and_features, positions, context)
         # Some published heads add to the normed features instead of the features.
         residual = normed if self.norm_before_residual else fused
         x = residual + attended
-        return x + self.mlp(self.mlp_norm(x)), kv
+        return x + self.mlp(self.mlp_norm(x)), written
 
 
 class Eagle3Head(nnx.Module):
@@ -121,7 +121,7 @@ class Eagle3Head(nnx.Module):
         stream: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
         contexts: Sequence[AttentionContext],
-    ) -> tuple[Float[Array, "B T D"], tuple[KeyValue, ...]]:
+    ) -> tuple[Float[Array, "B T D"], tuple[Any, ...]]:
         """Runs one step of the head.
 
         Args:
@@ -131,7 +131,7 @@ class Eagle3Head(nnx.Module):
             contexts: For each layer, what its attention reads.
 
         Returns:
-            The next output, and keys and values of each layer.
+            The next output, and for each layer what its cache keeps: keys and values, or latents.
         """
         x, kv = call_cached(self.first, embedded, stream, positions, contexts[0])
         written = [kv]
