@@ -19,6 +19,8 @@ from eagle3_jax.conversion.rules import Part, Rule, linear, norm
 from eagle3_jax.models.config import DecoderConfig, Latent, LayerConfig, RopeConfig
 
 _TYPES = _DENSE, _SPARSE = ("dense", "sparse")
+# A field of the files whose mtp.* tensors are DSpark. num_nextn_predict_layers is 1 in all files.
+SPARK = "dspark_block_size"
 _INDEXER = r"model\.layers\.\d+\.self_attn\.indexer\..*"
 
 
@@ -112,6 +114,16 @@ def write_fields(config: DecoderConfig, *, by_types: bool = False) -> dict[str, 
         **hf_config.corrected_fields(hf_config.experts_of(config)),
         "num_nextn_predict_layers": 0,
     }
+
+
+def refuse_v4(fields: Fields) -> None:
+    """Refuses DeepSeek V4 and its successors, and says what their ``mtp.*`` tensors are."""
+    if str(fields.get("model_type")).startswith("deepseek_v4"):
+        drafter = "DSpark, not MTP" if SPARK in fields.values else "MTP"
+        raise CheckpointError(
+            f"{fields.where}: DeepSeek V4 is not read (hyper-connections, compressed attention);"
+            f" nor are its mtp.* tensors, which are {drafter}, with the same layers"
+        )
 
 
 def latent_fields(mixer: Latent) -> dict[str, Any]:

@@ -588,7 +588,7 @@ def _common_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     if isinstance(mixer, Latent):
         kind = {
             "architectures": ["Eagle3DeepseekV2ForCausalLM"],
-            "model_type": "deepseek_v3",
+            "model_type": "kimi_k2",
             **deepseek.latent_fields(mixer),
         }
     else:
