@@ -588,6 +588,7 @@ def _common_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     if isinstance(mixer, Latent):
         kind = {
             "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+            # As published. vLLM takes every head of type deepseek_v3 for MTP.
             "model_type": "kimi_k2",
             **deepseek.latent_fields(mixer),
         }
