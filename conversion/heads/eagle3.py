@@ -128,6 +128,9 @@ def recognise(signs: Signs) -> bool:
     """Recognises EAGLE-3 by a norm that no other head has, or by ``fc`` with an output norm."""
     if signs.has(r"midlayer\.|layers\.\d+\.hidden_norm\.") or "Eagle3" in signs.architecture:
         return True
+    if not signs.names and "draft_vocab_size" in signs.config:
+        # Of the official config.json alone, whose architecture is Llama's.
+        return True
     has_output = bool({"d2t", "t2d", "norm.weight"} & signs.names)
     return signs.method == "eagle3" or ("fc.weight" in signs.names and has_output)
 

@@ -16,6 +16,7 @@ from eagle3_jax.conversion.errors import CheckpointError
 from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.conversion.heads import eagle3
 from eagle3_jax.conversion.heads.layer_ids import resolve
+from eagle3_jax.conversion.tensors import Signs
 from eagle3_jax.models.config import Eagle3Config, Latent, gated, grouped
 from eagle3_jax.theory.known_models import KNOWN_MODELS
 
@@ -154,6 +155,18 @@ def test_a_published_latent_head_has_its_scale_and_its_epsilon() -> None:
     # As in the engines: the square of yarn's factor, 0.1 ln 64 + 1.
     assert mixer.scale == pytest.approx(192**-0.5 * 1.41588831**2)
     assert config.aux_layers == (1, 29, 57)
+
+
+def test_an_official_head_is_recognised_by_its_configuration_alone() -> None:
+    """Its architecture is Llama's: the planner knows no more of a head on the hub."""
+    official = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+    }
+    named = Fields(official | {"draft_vocab_size": 32_000}, "config.json")
+    assert eagle3.recognise(Signs.read(named))
+    assert not eagle3.recognise(Signs.read(Fields(official, "config.json")))
 
 
 @pytest.fixture
