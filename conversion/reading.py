@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from eagle3_jax.conversion import native, targets
 from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
-from eagle3_jax.conversion.families import FAMILIES, WRAPPERS, Family
+from eagle3_jax.conversion.families import FAMILIES, WRAPPERS, Family, deepseek
 from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.conversion.files import checkpoint_path
 from eagle3_jax.conversion.heads import HEADS, LAYOUTS, HeadCheckpoint, Signs, write_head
@@ -140,6 +140,8 @@ def head_of(
 ) -> HeadCheckpoint:
     """Reads a head from an open checkpoint; see :func:`read_head`."""
     if opened.kind not in HEADS:
+        if opened.stored is not None:
+            deepseek.refuse_v4(opened.stored.fields)
         raise CheckpointError(
             f"{opened.directory} is a language model, not a draft head; give it as the target"
         )

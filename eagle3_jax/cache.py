@@ -94,6 +94,15 @@ class Cache(struct.PyTreeNode, kw_only=True):
         layers = tuple(layer.commit(block, self.length, count, nodes) for layer, block in pairs)
         return Cache(layers=layers, length=self.length + count)
 
+    def keep(self, written: tuple[Any, ...]) -> Cache:
+        """Keeps a block after the committed tokens, and commits none of it; see :meth:`commit`."""
+        # In block order nothing moves, whatever the count, and the length is at hand.
+        pairs = zip(self.layers, written, strict=True)
+        layers = tuple(
+            layer.commit(block, self.length, self.length, None) for layer, block in pairs
+        )
+        return Cache(layers=layers, length=self.length)
+
 
 class KeyValue(NamedTuple):
     """Keys (rotated) and values of one layer for a run of tokens.

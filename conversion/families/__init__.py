@@ -86,6 +86,8 @@ def described(fields: Fields, extra_family: Family | None = None) -> Described:
     model_type = fields.get("model_type")
     wrapper = WRAPPERS.get(model_type) if isinstance(model_type, str) else None
     is_extra = extra_family is not None and extra_family.model_type == model_type
+    if not is_extra:
+        deepseek.refuse_v4(fields)
     if wrapper is None or is_extra:
         return Described(family_of(model_type, fields.where, extra_family), fields, None)
     return Described(FAMILIES[wrapper.family(fields.values)], wrapper.fields(fields), wrapper)

@@ -19,6 +19,8 @@ from eagle3_jax.conversion.rules import Part, Rule, linear, norm
 from eagle3_jax.models.config import DecoderConfig, Latent, LayerConfig, RopeConfig
 
 _TYPES = _DENSE, _SPARSE = ("dense", "sparse")
+# A field of the files whose mtp.* tensors are DSpark. num_nextn_predict_layers is 1 in all files.
+SPARK = "dspark_block_size"
 _INDEXER = r"model\.layers\.\d+\.self_attn\.indexer\..*"
 
 
@@ -101,7 +103,32 @@ def write_fields(config: DecoderConfig, *, by_types: bool = False) -> dict[str, 
 
     dense = hf_config.dense_layers(config)
     types = [_DENSE if layer in dense else _SPARSE for layer in range(config.num_layers)]
-    attention = {
+
+    # Without these two fields engines choose experts in another way.
+    routing = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    return {
+        **latent_fields(mixer),
+        **({"mlp_layer_types": types} if by_types else {}),
+        "first_k_dense_replace": (*types, _SPARSE).index(_SPARSE),
+        **routing,
+        **hf_config.corrected_fields(hf_config.experts_of(config)),
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def refuse_v4(fields: Fields) -> None:
+    """Refuses DeepSeek V4 and its successors, and says what their ``mtp.*`` tensors are."""
+    if str(fields.get("model_type")).startswith("deepseek_v4"):
+        drafter = "DSpark, not MTP" if SPARK in fields.values else "MTP"
+        raise CheckpointError(
+            f"{fields.where}: DeepSeek V4 is not read (hyper-connections, compressed attention);"
+            f" nor are its mtp.* tensors, which are {drafter}, with the same layers"
+        )
+
+
+def latent_fields(mixer: Latent) -> dict[str, Any]:
+    """Returns the fields of latent attention that :func:`read_latent` reads."""
+    return {
         "num_attention_heads": mixer.num_heads,
         "num_key_value_heads": mixer.num_heads,
         "q_lora_rank": mixer.q_rank,
@@ -112,18 +139,7 @@ def write_fields(config: DecoderConfig, *, by_types: bool = False) -> dict[str, 
         "v_head_dim": mixer.value_dim,
         "attention_bias": mixer.bias,
         "rope_interleave": mixer.rope.interleaved,
-    }
-
-    # Without these two fields engines choose experts in another way.
-    routing = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-    return {
-        **attention,
         **hf_config.rope_fields(mixer.rope),
-        **({"mlp_layer_types": types} if by_types else {}),
-        "first_k_dense_replace": (*types, _SPARSE).index(_SPARSE),
-        **routing,
-        **hf_config.corrected_fields(hf_config.experts_of(config)),
-        "num_nextn_predict_layers": 0,
     }
 
 

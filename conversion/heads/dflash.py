@@ -71,7 +71,8 @@ def recognise(signs: Signs) -> bool:
         ("dflash", "dspark", "xpress")
     ):
         return True
-    has_parts = signs.has(r"markov_head\.|candidate_selector\.")
+    is_part = signs.has(r"mtp\.\d+\.markov_head\.") and not signs.has(r"layers\.0\.")
+    has_parts = is_part or signs.has(r"markov_head\.|candidate_selector\.")
     return (
         "dflash_config" in signs.config
         or has_parts
@@ -225,6 +226,11 @@ def _merged(top: Fields) -> Fields:
 
 def _refuse_relatives(tensors: Mapping[str, np.ndarray], top: Fields, where: str) -> None:
     """Refuses related block drafters with parts that are not supported."""
+    if any(name.startswith("mtp.") for name in tensors):
+        raise CheckpointError(
+            f"{where} holds mtp.* tensors that are DSpark, not MTP, with DeepSeek V4's layers"
+            " (hyper-connections, experts), which are not read"
+        )
     signs = Signs.read(top)
     method = str(_merged(top).get("projector_type") or signs.method)
     has_parts = any("candidate_selector." in name or "_conv." in name for name in tensors)

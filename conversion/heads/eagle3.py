@@ -5,11 +5,16 @@
 * ``vllm``: the same, with every flag that vLLM reads.
 * ``speculators``: ``layers.N.*``, with the sizes in ``transformer_layer_config``.
 * ``modelopt``: ``layers.N.*``, with an ``eagle_config``.
+
+Heads of grouped-query attention are read as engines' Llama and Qwen3 heads, heads of latent
+attention as their DeepSeek heads (Kimi K2.5): there the norms of the latents have the other norms'
+epsilon.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from eagle3_jax.conversion import blocks, draft_vocab, hf_config, rules
-from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
+from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError, short
+from eagle3_jax.conversion.families import deepseek
 from eagle3_jax.conversion.fields import Fields, agreed, read_from
 from eagle3_jax.conversion.heads.head import (
     DRAFT_VOCABULARY,
@@ -40,8 +46,12 @@ from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.config import (
     DecoderConfig,
     Eagle3Config,
+    GatedDelta,
+    Latent,
+    LayerConfig,
     RopeConfig,
     default_aux_layers,
+    gated,
     grouped,
     uniform,
     with_window,
@@ -59,8 +69,37 @@ _MODELOPT = {
     "parallel_draft_step": 1,
 }
 # Settings that the code behind a layout ignores silently.
-_SHAPE = ("qk_norm", "sliding_window", "attention_bias", "mlp_bias")
+_SHAPE = ("qk_norm", "sliding_window", "attention_bias", "mlp_bias", "attention sinks")
 _DROPPED = {"eagle": (*FLAGS, *_SHAPE), "sglang": ("norm_before_residual", *_SHAPE)}
+# Of heads with latent attention. SGLang's read one layer, whose queries have a latent.
+_DROPPED_LATENT = {
+    "sglang": ("norm_before_residual", "norm_before_fc", "mlp_bias", "attention_bias"),
+    "vllm": ("norm_before_fc", "mlp_bias", "attention_bias"),
+}
+_LATENT_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+
+# A field with one of these words in its name changes the network. It is read, or known to mean
+# nothing for a head, or refused.
+_NETWORK = re.compile("window|sink|attn|attention|rope|rotary|norm|bias|scal|softcap|multiplier")
+# Whether layers with a window have sinks, and layers without.
+_SINKS = {
+    "attention_sink_bias": (True, True),
+    "add_swa_attention_sink_bias": (True, False),
+    "add_full_attention_sink_bias": (False, True),
+}
+_READ_FIELDS = {
+    *(*FLAGS, *_SINKS, "use_aux_norm", "rms_norm_eps", "attention_bias", "mlp_bias", "logit_scale"),
+    *("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "rope_interleave"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
+    *("sliding_window", "use_sliding_window"),
+}
+# Of training, of other programs, of experts, which no head has, and of lists that layer_types
+# replaces.
+_OTHER_FIELDS = {
+    *("attention_dropout", "attn_implementation", "_attn_implementation", "max_window_layers"),
+    *("_attn_implementation_autoset", "norm_topk_prob", "routed_scaling_factor", "scoring_func"),
+    *("attn_pdrop", "sliding_window_pattern", "sliding_window_non_causal"),
+}
 
 
 def head_rules(config: Eagle3Config) -> list[Rule]:
@@ -78,15 +117,19 @@ def head_rules(config: Eagle3Config) -> list[Rule]:
 
     table = [rules.norm(source, path) for source, path in norms.items()]
     table += rules.linear("fc", "fc") + rules.linear("lm_head", "head")
-    table += blocks.block(first, "layers.0", "first", without="input")
+    block = functools.partial(blocks.block, parts={Latent: deepseek.latent})
+    table += block(first, "layers.0", "first", without="input")
     for index, layer in enumerate(later):
-        table += blocks.block(layer, f"layers.{index + 1}", f"upper_layers.{index}")
+        table += block(layer, f"layers.{index + 1}", f"upper_layers.{index}")
     return table
 
 
 def recognise(signs: Signs) -> bool:
     """Recognises EAGLE-3 by a norm that no other head has, or by ``fc`` with an output norm."""
     if signs.has(r"midlayer\.|layers\.\d+\.hidden_norm\.") or "Eagle3" in signs.architecture:
+        return True
+    if not signs.names and "draft_vocab_size" in signs.config:
+        # Of the official config.json alone, whose architecture is Llama's.
         return True
     has_output = bool({"d2t", "t2d", "norm.weight"} & signs.names)
     return signs.method == "eagle3" or ("fc.weight" in signs.names and has_output)
@@ -115,7 +158,8 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     The target is needed when the head does not name its auxiliary layers.
     """
     tensors = canonical(stored.tensors, stored.directory)
-    config, aux_layers = read_config(stored.fields, lambda _: num_layers(tensors))
+    config, aux_layers = described(stored.fields, tensors)
+    tensors = _unfused(tensors, config)
     return read_fused(KIND, stored, tensors, config, aux_layers, head_rules(config), target)
 
 
@@ -200,11 +244,36 @@ def canonical(tensors: Mapping[str, np.ndarray], directory: Path) -> dict[str, n
 
 
 def _rename(name: str) -> str:
-    new = re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
+    new = name.removeprefix("model.").replace(".attention_sink_bias", ".sinks")
+    new = re.sub(r"^midlayer\.(\d{1,9})\.", r"layers.\1.", new)
+    new = re.sub(r"^midlayer\.", "layers.0.", new)
+    if match := re.match(r"aux_norm_(low|mid|high)\.", new):
+        # The names of SGLang's first EAGLE-3.1 heads.
+        chunk = ("low", "mid", "high").index(match[1])
+        return f"fc_norm.{chunk}.{new[match.end() :]}"
     if match := re.match(r"additional_layers\.(\d{1,9})\.(.*)", new):
         # In SGLang's additional layers the only input norm is named hidden_norm.
         return f"layers.{int(match[1]) + 1}.{match[2].replace('hidden_norm.', 'input_layernorm.')}"
     return new
+
+
+def _unfused(tensors: dict[str, np.ndarray], config: Eagle3Config) -> dict[str, np.ndarray]:
+    """Returns the tensors with the first two products of latent attention apart.
+
+    Engines keep both as one, and some files do as well: the rows of the queries' latent first.
+    """
+    parted = dict(tensors)
+    for index, layer in enumerate(config.layers):
+        mixer = layer.mixer
+        if not isinstance(mixer, Latent) or mixer.q_rank is None:
+            continue
+        attention = f"layers.{index}.self_attn"
+        for name in ("fused_qkv_a_proj", "fused_qkv_a_proj_with_mqa"):
+            if (tensor := parted.pop(f"{attention}.{name}.weight", None)) is not None:
+                rows = np.asarray(tensor)
+                parted[f"{attention}.q_a_proj.weight"] = rows[: mixer.q_rank]
+                parted[f"{attention}.kv_a_proj_with_mqa.weight"] = rows[mixer.q_rank :]
+    return parted
 
 
 def num_layers(tensors: Mapping[str, np.ndarray]) -> int:
@@ -222,22 +291,39 @@ def _switches(top: Fields) -> Fields:
     flags = {}
     for name in ("use_aux_hidden_state", *FLAGS):
         stated = {name: top.get(name), f"{name} in eagle_config": section.get(name)}
+        if name == "fc_norm":
+            # Its first name.
+            stated["use_aux_norm"] = top.get("use_aux_norm")
         flags[name] = agreed(stated, top.where)
     return Fields(flags, top.where)
 
 
+def described(
+    top: Fields, tensors: Mapping[str, np.ndarray]
+) -> tuple[Eagle3Config, tuple[int, ...] | None]:
+    """Reads the description of a head from its files; see :func:`read_config`."""
+    return read_config(
+        top,
+        lambda _: num_layers(tensors),
+        has_sinks=lambda layer: f"layers.{layer}.self_attn.sinks" in tensors,
+    )
+
+
 def read_config(
-    top: Fields, layers_in: Callable[[Fields], int]
+    top: Fields,
+    layers_in: Callable[[Fields], int],
+    *,
+    has_sinks: Callable[[int], bool] = lambda layer: False,
 ) -> tuple[Eagle3Config, tuple[int, ...] | None]:
     """Reads the description of a head, and its auxiliary layers if it names them.
 
     Without auxiliary layers, the description has 0, 1, 2. ``layers_in`` returns the number of
-    layers of the head from the section of the file with the sizes.
+    layers of the head from the section of the file with the sizes. ``has_sinks`` tells whether the
+    tensors of a layer have sinks, for files without a field that does.
     """
     nested = top.get("transformer_layer_config") is not None
     geometry = top.section("transformer_layer_config") if nested else top
-    is_llama = "LlamaForCausalLMEagle3" in top.words("architectures")
-    model_type = read_model_type(geometry, "for an EAGLE-3 head", is_llama=is_llama)
+    model_type = _read_type(top, geometry)
 
     switches = _switches(top)
     if not switches.flag("use_aux_hidden_state", True):
@@ -248,13 +334,12 @@ def read_config(
     top.section("eagle_config").only(**_MODELOPT)
     for fields in (top, geometry):
         hf_config.refuse_unsupported(fields)
+        _refuse_unknown(fields)
     if nested:
         hf_config.refuse_windows(top)
 
     aux_layers = named_aux_layers(top)
     stack = hf_config.read_stack(geometry)
-    mixer = hf_config.read_biased_mixer(geometry, qk_norm=model_type == "qwen3")
-    mlp = hf_config.read_mlp(geometry, bias=geometry.flag("mlp_bias"))
 
     # norm_output is the EAGLE-3.1 feedback, as in vLLM. In old SpecForge files it means the norm
     # before lm_head, which every head has. The files look the same, so the doctor mentions it.
@@ -262,21 +347,96 @@ def read_config(
     # elsewhere, as in vLLM.
     normed = nested and top.get("speculators_model_type") != "peagle"
     with read_from(top.where):
-        layers = uniform(layers_in(geometry), mixer, mlp)
-        windows = hf_config.read_head_windows(geometry, len(layers), switched=model_type == "qwen3")
-        pairs = zip(layers, windows, strict=True)
         flags = {
             name: switches.flag(name, normed and name == "norm_before_residual") for name in FLAGS
         }
         config = Eagle3Config(
             **stack,
-            layers=tuple(with_window(layer, window) for layer, window in pairs),
+            layers=_read_layers(geometry, model_type, layers_in(geometry), has_sinks),
             draft_vocab_size=top.integer("draft_vocab_size", stack["vocab_size"]),
             target_width=top.integer("target_hidden_size", stack["width"]),
             aux_layers=aux_layers or (0, 1, 2),
             **flags,
         )
     return config, aux_layers
+
+
+def _refuse_unknown(fields: Fields) -> None:
+    """Refuses fields that change the network by their names, and that are not read."""
+    known = _READ_FIELDS | _OTHER_FIELDS
+    for name, value in fields.values.items():
+        # An empty or false value is a part that a head does not have.
+        if value and name not in known and _NETWORK.search(name):
+            raise CheckpointError(
+                f"{fields.where}: {name} is {short(value)}, which is not read in an EAGLE-3 head;"
+                " remove it if the head was trained without it"
+            )
+
+
+def _read_type(top: Fields, geometry: Fields) -> str:
+    """Returns the ``model_type`` that says what layers a head has."""
+    architecture = " ".join(top.words("architectures"))
+    stated = geometry.get("model_type")
+    is_latent = "Llama" not in architecture and stated in _LATENT_TYPES
+    if "Deepseek" in architecture or is_latent:
+        if is_speculators(top.values):
+            raise CheckpointError(
+                f"{top.where} has latent attention in speculators' layout, which engines read as a"
+                " Llama head; give the head with its sizes at the top level"
+            )
+        return "deepseek_v3"
+    is_llama = "LlamaForCausalLMEagle3" in top.words("architectures")
+    return read_model_type(geometry, "for an EAGLE-3 head", is_llama=is_llama)
+
+
+def _read_layers(
+    fields: Fields, model_type: str, count: int, has_sinks: Callable[[int], bool]
+) -> tuple[LayerConfig, ...]:
+    """Reads the layers of a head of this type."""
+    mlp = hf_config.read_mlp(fields, bias=fields.flag("mlp_bias"))
+    if model_type in _LATENT_TYPES:
+        return uniform(count, _read_latent(fields), mlp)
+
+    is_qwen = model_type == "qwen3"
+    mixer = hf_config.read_biased_mixer(fields, qk_norm=is_qwen, rope=_read_rope(fields))
+    windows = hf_config.read_head_windows(fields, count, switched=is_qwen)
+    layers = []
+    for index, layer in enumerate(uniform(count, mixer, mlp)):
+        layer = with_window(layer, windows[index])
+        stated = [
+            fields.flag(name) and parts[windows[index] is None]
+            for name, parts in _SINKS.items()
+            if fields.get(name) is not None
+        ]
+        sinks = any(stated) if stated else has_sinks(index)
+        mixer = dataclasses.replace(grouped(layer), sinks=sinks)
+        layers.append(dataclasses.replace(layer, mixer=mixer))
+    return tuple(layers)
+
+
+def _read_latent(fields: Fields) -> Latent:
+    """Reads latent attention as engines' heads have it: without biases, windows or an index."""
+    hf_config.refuse_windows(fields)
+    fields.only(attention_bias=False, rope_interleave=True)
+    if fields.get("index_topk") is not None:
+        raise fields.wrong("index_topk", "heads with an index of keys are not supported")
+    mixer = deepseek.read_latent(fields, interleaved=True)
+    return dataclasses.replace(mixer, norm_eps=fields.number("rms_norm_eps"))
+
+
+def _read_rope(fields: Fields) -> RopeConfig:
+    """Reads the rotary embedding; mrope is the usual one, as heads draft text alone.
+
+    A token of text has the same position in time, height and width.
+    """
+    values = dict(fields.values)
+    for name in ("rope_parameters", "rope_scaling"):
+        section = fields.section(name).values
+        if "mrope" in (section.get("type"), section.get("rope_type")):
+            values[name] = {**section, "type": "default", "rope_type": "default"}
+    return hf_config.read_rope(
+        Fields(values, fields.where), known=("mrope_section", "mrope_interleaved")
+    )
 
 
 def read_model_type(geometry: Fields, purpose: str, *, is_llama: bool = False) -> str:
@@ -337,15 +497,18 @@ def is_default_aux(checkpoint: HeadCheckpoint) -> bool:
 
 def _refusals(checkpoint: HeadCheckpoint, dialect: str) -> dict[str, Any]:
     """Returns the settings that a layout cannot express, and whether the head has them."""
+    config = checkpoint.config
+    if any(isinstance(layer.mixer, Latent) for layer in config.layers):
+        return _latent_refusals(config, dialect)
     if dialect == "vllm":
         return vllm_refusals(checkpoint)
 
-    config = checkpoint.config
     mixer = grouped(config.layers[0])
     layers = config.aux_layers
     settings = {name: getattr(config, name) for name in FLAGS}
     settings |= hf_config.bias_fields(config.layers[0])
     settings |= {"qk_norm": mixer.qk_norm, "sliding_window": _has_window(config)}
+    settings |= {"attention sinks": _has_sinks(config)}
     dropped = {name: settings[name] for name in _DROPPED[dialect]}
     is_deep = config.num_layers > 1
     if dialect == "sglang":
@@ -374,27 +537,73 @@ def _refusals(checkpoint: HeadCheckpoint, dialect: str) -> dict[str, Any]:
     }
 
 
+def _latent_refusals(config: Eagle3Config, dialect: str) -> dict[str, Any]:
+    """Returns what a layout cannot express of a head with latent attention."""
+    if dialect == "eagle":
+        return {"latent attention": True}
+    first = config.layers[0]
+    mixer = first.mixer
+    settings: dict[str, Any] = {name: getattr(config, name) for name in FLAGS}
+    settings |= {"mlp_bias": gated(first).bias, "attention_bias": getattr(mixer, "bias", False)}
+    refused = {name: settings[name] for name in _DROPPED_LATENT[dialect]}
+    refused["layers with different kinds of attention"] = len(set(config.layers)) > 1
+    if not isinstance(mixer, Latent):
+        return refused
+
+    refused |= {
+        f"norms of latents with epsilon {mixer.norm_eps:g} (it takes rms_norm_eps)": (
+            mixer.norm_eps != config.norm_eps
+        ),
+        "channels that rotate in halves (it turns neighbours)": not mixer.rope.interleaved,
+    }
+    if dialect == "sglang":
+        refused |= {
+            f"num_layers {config.num_layers} (it has one)": config.num_layers > 1,
+            "queries without a latent": mixer.q_rank is None,
+            f"aux_layers {config.aux_layers} (it takes a list that starts with 1 for layer"
+            " outputs)": config.aux_layers[0] == 1,
+        }
+    return refused
+
+
 def _has_window(config: Eagle3Config) -> bool:
     return any(grouped(layer).window is not None for layer in config.layers)
+
+
+def _has_sinks(config: Eagle3Config) -> bool:
+    return any(grouped(layer).sinks for layer in config.layers)
 
 
 def vllm_refusals(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     """Returns the settings that vLLM's heads do not read, and whether the head has them."""
     layer = checkpoint.config.layers[0]
     biases = hf_config.bias_fields(layer).items()
-    return {
+    refused = {
         f"{name} together with qk_norm": grouped(layer).qk_norm and is_set
         for name, is_set in biases
     }
+    return refused | {"attention sinks": _has_sinks(checkpoint.config)}
 
 
 def _common_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     config = checkpoint.config
+    mixer = config.layers[0].mixer
+    if isinstance(mixer, Latent):
+        kind = {
+            "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+            # As published. vLLM takes every head of type deepseek_v3 for MTP.
+            "model_type": "kimi_k2",
+            **deepseek.latent_fields(mixer),
+        }
+    else:
+        kind = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            **hf_config.bias_fields(config.layers[0]),
+        }
     values = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
+        **kind,
         **hf_config.stack_fields(config, checkpoint.dtype),
-        **hf_config.bias_fields(config.layers[0]),
         "draft_vocab_size": config.draft_vocab_size,
         "tie_word_embeddings": False,
         "bos_token_id": None,
@@ -433,6 +642,8 @@ def vllm_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     values = _common_fields(checkpoint) | _aux_fields(config.aux_layers)
     values |= {name: getattr(config, name) for name in FLAGS}
     values["target_hidden_size"] = config.target_width
+    if isinstance(config.layers[0].mixer, Latent):
+        return values
     if grouped(config.layers[0]).qk_norm:
         values |= {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
         values["use_sliding_window"] = _has_window(config)
@@ -500,8 +711,8 @@ def _norm_flags(head: HeadCheckpoint) -> Check:
 
 
 def _rope(target: Any, head: HeadCheckpoint) -> Check:
-    rope = grouped(head.config.layers[0]).rope or RopeConfig()
-    target_rope = grouped(target.config.layers[0]).rope or RopeConfig()
+    rope = _rope_of(head.config)
+    target_rope = _rope_of(target.config)
     detail = (
         f"head: {rope.type}, theta {rope.theta:g}; target: {target_rope.type}, theta"
         f" {target_rope.theta:g}"
@@ -517,6 +728,14 @@ def _rope(target: Any, head: HeadCheckpoint) -> Check:
         " trained with "
     )
     return Check.report("rope", detail, f"{warning}(the target's, or theta 10000)")
+
+
+def _rope_of(config: Any) -> RopeConfig:
+    """Returns the rotary embedding of the first layer with one, whatever channels are a pair."""
+    mixers = (layer.mixer for layer in config.layers)
+    ropes = (mixer.rope for mixer in mixers if not isinstance(mixer, GatedDelta))
+    rope = next(filter(None, ropes), None) or RopeConfig()
+    return dataclasses.replace(rope, interleaved=False)
 
 
 KIND = HeadKind(

@@ -78,7 +78,9 @@ def recognise(signs: Signs) -> bool:
     if signs.method == "mtp":
         return True
     module = r"layers\.\d+\.(enorm|hnorm|eh_proj|shared_head)\.|mtp_layers\.\d+\.|mtp\."
-    return signs.has(module) and not signs.has(r"(language_model\.)?(model\.)?layers\.0\.")
+    # DeepSeek V4's files have DSpark under mtp.*.
+    is_other = signs.has(r"(language_model\.)?(model\.)?layers\.0\.|mtp\.\d+\.markov_head\.")
+    return signs.has(module) and not is_other
 
 
 def names_in(layout: str, config: MTPConfig) -> _Names:

@@ -68,7 +68,7 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     for name in unused:
         del tensors[name]
 
-    plain, aux_layers = eagle3.read_config(top, lambda _: eagle3.num_layers(tensors))
+    plain, aux_layers = eagle3.described(top, tensors)
     config = _with_mask(plain, top)
     note = (
         f"{', '.join(unused)} left out: engines create this norm and never apply it"

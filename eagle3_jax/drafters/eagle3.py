@@ -25,16 +25,15 @@ import jax.numpy as jnp
 from flax import nnx, struct
 from jaxtyping import Array, Float, Int, Key
 
-from eagle3_jax.cache import Cache, KeyValue, KeyValues
+from eagle3_jax.cache import Cache
 from eagle3_jax.devices.kernels import indices
 from eagle3_jax.devices.sharding import VOCAB, Axis
 from eagle3_jax.drafters.base import NetworkDrafter
 from eagle3_jax.drafters.grow import DraftInputs, Level
-from eagle3_jax.models.config import Eagle3Config, gated, grouped
+from eagle3_jax.models.config import Eagle3Config, gated
 from eagle3_jax.models.context import AttentionContext, attention_contexts, empty_cache
-from eagle3_jax.models.decoder import Block
+from eagle3_jax.models.decoder import MIXERS, Block
 from eagle3_jax.models.functional import Params, call_cached
-from eagle3_jax.models.grouped import Attention
 from eagle3_jax.models.layers import Linear, Precision, RMSNorm, SwiGLU, embed
 from eagle3_jax.tree import causal_mask
 from eagle3_jax.types import Draft, Observation, SamplingParams
@@ -50,8 +49,8 @@ class FirstLayer(nnx.Module):
         self.embedding_norm = RMSNorm(width, eps)
         self.feature_norm = RMSNorm(width, eps)
 
-        self.attention = Attention(
-            grouped(layer),
+        self.attention = MIXERS[type(layer.mixer)](
+            layer.mixer,
             d_in=2 * width,
             width=width,
             norm_eps=eps,
@@ -69,14 +68,14 @@ class FirstLayer(nnx.Module):
         fused: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
         context: AttentionContext,
-    ) -> tuple[Float[Array, "B T D"], KeyValue]:
+    ) -> tuple[Float[Array, "B T D"], Any]:
         normed = self.feature_norm(fused)
         embedding_and_features = jnp.concatenate([self.embedding_norm(embedded), normed], axis=-1)
-        attended, kv = self.attention(embedding_and_features, positions, context)
+        attended, written = self.attention(embedding_and_features, positions, context)
         # Some published heads add to the normed features instead of the features.
         residual = normed if self.norm_before_residual else fused
         x = residual + attended
-        return x + self.mlp(self.mlp_norm(x)), kv
+        return x + self.mlp(self.mlp_norm(x)), written
 
 
 class Eagle3Head(nnx.Module):
@@ -122,7 +121,7 @@ class Eagle3Head(nnx.Module):
         stream: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
         contexts: Sequence[AttentionContext],
-    ) -> tuple[Float[Array, "B T D"], tuple[KeyValue, ...]]:
+    ) -> tuple[Float[Array, "B T D"], tuple[Any, ...]]:
         """Runs one step of the head.
 
         Args:
@@ -132,7 +131,7 @@ class Eagle3Head(nnx.Module):
             contexts: For each layer, what its attention reads.
 
         Returns:
-            The next output, and keys and values of each layer.
+            The next output, and for each layer what its cache keeps: keys and values, or latents.
         """
         x, kv = call_cached(self.first, embedded, stream, positions, contexts[0])
         written = [kv]
@@ -248,7 +247,7 @@ class Eagle3Drafter(NetworkDrafter):
             # The features of a draft token are not known. The head's own output a replaces g.
             embedded = self.embed(params, tokens, positions)
             output, written = head(embedded, output, positions, past)
-            layers = tuple(KeyValues(keys=kv.keys, values=kv.values) for kv in written)
+            layers = cache.keep(written).layers
             logits = self.logits(params, head, output)
             return Level(logits, carry=output, memory=(layers, draft_positions))
 

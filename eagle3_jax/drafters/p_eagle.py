@@ -35,7 +35,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
-from eagle3_jax.cache import Cache, KeyValues
 from eagle3_jax.devices.kernels import indices
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter, Eagle3Head, FeedbackState
 from eagle3_jax.drafters.parallel import parallel_inputs
@@ -116,9 +115,7 @@ class PEagleDrafter(Eagle3Drafter):
             output, written = head(embedded, stream, positions, past)
             outputs = jnp.concatenate([outputs, output], axis=1)
 
-            # The mask rows are written after the committed slots, whose number has not changed.
-            layers = tuple(KeyValues(keys=kv.keys, values=kv.values) for kv in written)
-            cache = Cache(layers=layers, length=cache.length)
+            cache = cache.keep(written)
 
         logits = head.logits(outputs)
         draft_to_target = params.get("draft_to_target")

@@ -230,6 +230,9 @@ class Latent:
     #: Number of keys that the index of the published model chooses. Texts of at most this length
     #: need no index; longer texts are refused. ``None``: the model has no index.
     index_topk: int | None = None
+    #: Added to the mean square in the norms of the latents. Published targets have this number,
+    #: whatever their other norms have; draft heads have that of their other norms.
+    norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
         check_sizes(
@@ -243,6 +246,7 @@ class Latent:
             "index_topk",
         )
         check_range(self, 1e-6, 1e6, "scale")
+        check_range(self, 1e-37, 1.0, "norm_eps")
         if self.rope_dim % 2:
             raise ValueError(
                 f"rope_dim is {self.rope_dim}; rotary embedding needs a positive even number"
@@ -491,8 +495,9 @@ class Eagle3Config:
         vocab_size: ``V``, the target's.
         width: ``D``, width of the head's residual stream.
         layers: The head's layers, mostly one. The input of the first is the token embedding and the
-            features, joined to ``2D``. A layer may have a window: without one, a head trained on
-            short texts drafts worse on long ones.
+            features, joined to ``2D``. Their attention is grouped-query or latent. Of the first, a
+            layer may have a window: without one, a head trained on short texts drafts worse on long
+            ones.
         draft_vocab_size: ``W``, number of target tokens that the head can propose.
         target_width: Width of the target's features.
         aux_layers: ``A`` target layers whose entering residual stream is fused, ascending.
@@ -522,6 +527,12 @@ class Eagle3Config:
     def __post_init__(self) -> None:
         check_head(self)
         check_drafting(self)
+        for layer in self.layers:
+            if not isinstance(layer.mixer, GroupedQuery | Latent):
+                raise ValueError(
+                    f"a layer of {type(layer.mixer).__name__} in an EAGLE-3 head; expected"
+                    " grouped-query or latent attention"
+                )
         if self.fc_norm and self.norm_before_fc:
             raise ValueError(
                 "fc_norm and norm_before_fc exclude each other; a head normalises its features once"

@@ -21,9 +21,6 @@ from eagle3_jax.models.layers import (
 )
 from eagle3_jax.models.rope import rotate
 
-# Of the norms of latents, in every published model. Other norms of a model may differ.
-_LATENT_EPS = 1e-6
-
 
 class LatentAttention(nnx.Module):
     """Attention whose keys and values are linear in one latent ``c`` of ``r`` channels.
@@ -47,8 +44,9 @@ class LatentAttention(nnx.Module):
         precision: Precision,
         rngs: nnx.Rngs,
     ):
-        # The norms of latents use _LATENT_EPS.
+        # The norms of latents have their own.
         del norm_eps
+        eps = config.norm_eps
         heads = config.num_heads
         rank = config.kv_rank
         axis = Axis(HEADS, heads)
@@ -59,11 +57,11 @@ class LatentAttention(nnx.Module):
             self.q = Linear(d_in, columns, axes=(None, axis), **options)
         else:
             self.q_a = Linear(d_in, config.q_rank, bias=config.bias, **options)
-            self.q_a_norm = RMSNorm(config.q_rank, _LATENT_EPS, norm_kind)
+            self.q_a_norm = RMSNorm(config.q_rank, eps, norm_kind)
             self.q_b = Linear(config.q_rank, columns, axes=(None, axis), **options)
 
         self.kv_a = Linear(d_in, config.channels, bias=config.bias, **options)
-        self.kv_a_norm = RMSNorm(rank, _LATENT_EPS, norm_kind)
+        self.kv_a_norm = RMSNorm(rank, eps, norm_kind)
         self.key_up = normal_param(rngs, (heads, config.nope_dim, rank), rank**-0.5, axes=(axis,))
         self.value_up = normal_param(
             rngs, (heads, rank, config.value_dim), rank**-0.5, axes=(axis,)

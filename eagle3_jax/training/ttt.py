@@ -266,8 +266,10 @@ def unroll_head(
         ]
 
         embedded = drafter.embed(params, later(batch.tokens, step + 1), positions + step)
-        stream, kv = head(embedded, stream, positions + step, contexts)
-        written.append(kv)
+        stream, kept = head(embedded, stream, positions + step, contexts)
+        # Latents are keys and values at once.
+        layers = (kv if isinstance(kv, KeyValue) else KeyValue(kv, kv) for kv in kept)
+        written.append(tuple(layers))
         streams.append(stream)
     return streams
 

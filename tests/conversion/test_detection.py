@@ -215,3 +215,39 @@ def test_a_description_counts_stored_parameters(tmp_path: Path, layout: str) -> 
         "num_tensors": 11 if layout == "native" else 15,
     }
     assert expected.items() <= json.loads(json.dumps(description.to_json())).items()
+
+
+SPARK = {
+    "model_type": "deepseek_v4",
+    "dspark_block_size": 5,
+    "num_nextn_predict_layers": 1,
+    "vocab_size": 61,
+}
+BACKBONE = {"layers.0.attn.wq_a.weight": (4, 32), "embed.weight": (61, 32)}
+DRAFTING = {"mtp.0.attn.wq_a.weight": (4, 32), "mtp.2.markov_head.markov_w1.weight": (61, 4)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "shapes", "message"),
+    [
+        (SPARK, BACKBONE | DRAFTING, r"DeepSeek V4 is not read .*mtp.*DSpark, not MTP"),
+        (
+            {"model_type": "deepseek_v4"},
+            BACKBONE,
+            r"DeepSeek V4 is not read .*mtp.*, which are MTP",
+        ),
+        (
+            SPARK,
+            DRAFTING,
+            r"mtp\.\* tensors that are DSpark, not MTP|is a DFlash head, not a target",
+        ),
+    ],
+    ids=["with DSpark", "with MTP", "DSpark alone"],
+)
+def test_the_tensors_under_mtp_of_deepseek_v4_are_named_for_what_they_are(
+    tmp_path: Path, fields: dict[str, Any], shapes: dict[str, Any], message: str
+) -> None:
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    directory = write_checkpoint(tmp_path / "files", fields, tensors)
+    refused(lambda path: conversion.read_head(path, TARGET), directory, message)
+    refused(conversion.read_target, directory, message)

@@ -61,6 +61,14 @@ HEADS = {
         width=48, heads=3, kv_heads=1, head_dim=16, own_embedding=True
     ),
     "own embedding": Head(own_embedding=True),
+    "sinks": Head(sinks=True, layers=2, windows=(None, 3)),
+    # A large epsilon shows whose norms it enters.
+    "latent attention": Head(latent=(10, 12, 6, 4, 5), eps=0.2, draft_vocab=61),
+    "latent attention, EAGLE-3.1": Head(latent=(7, 9, 2, 6, 3), fc_norm=True, norm_output=True),
+    "latent attention, two layers": Head(latent=(10, 12, 6, 4, 5), layers=2),
+    "latent attention, queries without a latent": Head(
+        latent=(0, 12, 4, 4, 9), norm_before_residual=True, own_embedding=True
+    ),
 }
 HALVES = {name: dataclasses.replace(head, dtype=ml_dtypes.bfloat16) for name, head in HEADS.items()}
 NOT_EXPRESSIBLE = {
@@ -75,6 +83,11 @@ NOT_EXPRESSIBLE = {
         "a window": "sliding_window",
         "a window in one layer": "sliding_window",
         "four auxiliary layers": r"aux_layers \(1, 3, 5, 8\)",
+        "sinks": "attention sinks",
+        "latent attention": "latent attention",
+        "latent attention, EAGLE-3.1": "latent attention",
+        "latent attention, two layers": "latent attention",
+        "latent attention, queries without a latent": "latent attention",
     },
     "sglang": {
         "norm_before_residual": "norm_before_residual",
@@ -84,8 +97,11 @@ NOT_EXPRESSIBLE = {
         "a window": "sliding_window",
         "a window in one layer": "sliding_window",
         "four auxiliary layers": r"aux_layers \(1, 3, 5, 8\)",
+        "sinks": "attention sinks",
+        "latent attention, two layers": "num_layers 2",
+        "latent attention, queries without a latent": "queries without a latent",
     },
-    "vllm": {},
+    "vllm": {"sinks": "attention sinks"},
     "jax": {},
 }
 
@@ -280,7 +296,7 @@ HEAD_REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "latent attention": (
         {"model_type": "kimi_k2", "architectures": ["Eagle3DeepseekV2ForCausalLM"]},
         {},
-        "model_type is 'kimi_k2'; expected 'llama' or 'qwen3' for an EAGLE-3 head",
+        "has no q_lora_rank",
     ),
     "qwen3 without head_dim": ({"model_type": "qwen3"}, {}, "has no head_dim"),
     "two input norms": ({"fc_norm": True, "norm_before_fc": True}, {}, "exclude each other"),

@@ -16,7 +16,8 @@ from eagle3_jax.conversion.errors import CheckpointError
 from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.conversion.heads import eagle3
 from eagle3_jax.conversion.heads.layer_ids import resolve
-from eagle3_jax.models.config import Eagle3Config, gated, grouped
+from eagle3_jax.conversion.tensors import Signs
+from eagle3_jax.models.config import Eagle3Config, Latent, gated, grouped
 from eagle3_jax.theory.known_models import KNOWN_MODELS
 
 LLAMA: dict[str, Any] = {
@@ -129,6 +130,43 @@ def test_the_user_chooses_the_meaning_of_ambiguous_layer_numbers(name: str) -> N
             resolved = resolve(named, convention, **context)
             assert (resolved.entered, bool(resolved.note)) == (layers, convention is not None)
     assert resolve(named, None, dialect="vllm", num_target_layers=depth, where="").entered == named
+
+
+# TorchSpec's configuration of the heads for Kimi K2.5 with latent attention.
+KIMI_LATENT: dict[str, Any] = {
+    "architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "kimi_k2", "hidden_size": 7168,
+    "intermediate_size": 18_432, "num_hidden_layers": 1, "num_attention_heads": 64, "num_key_value_heads": 64,
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "hidden_act": "silu", "rms_norm_eps": 1e-5, "vocab_size": 163_840, "draft_vocab_size": 163_840,
+    "rope_theta": 50_000.0,
+    "rope_scaling": {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 64.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                     "original_max_position_embeddings": 4096, "type": "yarn"},
+    **ids(1, 29, 57, use_input_layernorm_in_first_layer=True, use_last_layernorm=True, use_mtp_layernorm=False),
+}  # fmt: skip
+
+
+def test_a_published_latent_head_has_its_scale_and_its_epsilon() -> None:
+    config = eagle3.planned(Fields(KIMI_LATENT, "config.json"), KNOWN_MODELS["DeepSeek-V3"])
+    mixer = config.layers[0].mixer
+    assert isinstance(mixer, Latent)
+    assert (mixer.num_heads, mixer.q_rank, mixer.kv_rank) == (64, 1536, 512)
+    assert (mixer.nope_dim, mixer.rope_dim, mixer.value_dim) == (128, 64, 128)
+    assert (mixer.norm_eps, config.norm_eps, mixer.rope.interleaved) == (1e-5, 1e-5, True)
+    # As in the engines: the square of yarn's factor, 0.1 ln 64 + 1.
+    assert mixer.scale == pytest.approx(192**-0.5 * 1.41588831**2)
+    assert config.aux_layers == (1, 29, 57)
+
+
+def test_an_official_head_is_recognised_by_its_configuration_alone() -> None:
+    """Its architecture is Llama's: the planner knows no more of a head on the hub."""
+    official = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+    }
+    named = Fields(official | {"draft_vocab_size": 32_000}, "config.json")
+    assert eagle3.recognise(Signs.read(named))
+    assert not eagle3.recognise(Signs.read(Fields(official, "config.json")))
 
 
 @pytest.fixture

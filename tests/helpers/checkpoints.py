@@ -191,6 +191,7 @@ class StoredHead:
     inner: int = 24
     layers: int = 1
     theta: float = 10_000.0
+    eps: float = 1e-5
     dtype: Any = np.float32
     seed: int = 1
 
@@ -237,7 +238,7 @@ class StoredHead:
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
             "max_position_embeddings": 64,
-            "rms_norm_eps": 1e-5,
+            "rms_norm_eps": self.eps,
             "hidden_act": "silu",
             "torch_dtype": "float16",
         }
@@ -306,6 +307,36 @@ class Head(StoredHead):
     bias: bool = False
     own_embedding: bool = False
     windows: tuple[int | None, ...] = ()
+    sinks: bool = False
+    #: Latent attention: the ranks of queries (0 for none), of keys and values, and the channels of
+    #: a head that do not rotate, that rotate, and of its value.
+    latent: tuple[int, int, int, int, int] | None = None
+
+    def block_tensors(self, draw: Draw, name: str, **options: Any) -> dict[str, np.ndarray]:
+        out = super().block_tensors(draw, name, **options)
+        attention = f"{name}.self_attn"
+        if self.sinks:
+            out[f"{attention}.sinks"] = draw(self.heads, around=1)
+        if self.latent is None:
+            return out
+
+        fed = options.get("fed") or self.width
+        rank, kv_rank, still, turning, value = self.latent
+        size = self.heads * (still + turning)
+        shapes = {"q_a": (rank, fed), "q_b": (size, rank)} if rank else {"q": (size, fed)}
+        shapes |= {
+            "kv_b": (self.heads * (still + value), kv_rank),
+            "o": (self.width, self.heads * value),
+        }
+        out = {key: tensor for key, tensor in out.items() if ".self_attn." not in key}
+        out |= {f"{attention}.{key}_proj.weight": draw(*shape) for key, shape in shapes.items()}
+        out[f"{attention}.kv_a_proj_with_mqa.weight"] = draw(kv_rank + turning, fed)
+        norms = {"q_a": rank, "kv_a": kv_rank}
+        return out | {
+            f"{attention}.{key}_layernorm.weight": draw(size, around=1)
+            for key, size in norms.items()
+            if size
+        }
 
     def tensors(self) -> dict[str, np.ndarray]:
         """Returns the tensors in official names, further layers as ``layers.N``."""
@@ -364,6 +395,16 @@ class Head(StoredHead):
             values |= {
                 "sliding_window": max(window for window in self.windows if window),
                 "use_sliding_window": True,
+            }
+
+        if self.latent:
+            names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
+            values |= dict(zip((*names, "v_head_dim"), self.latent, strict=True))
+            values |= {
+                "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+                "model_type": "kimi_k2",
+                "q_lora_rank": self.latent[0] or None,
+                "num_key_value_heads": self.heads,
             }
 
         if self.bias:
@@ -431,7 +472,7 @@ class TorchLayers:
         self.w = {name.removesuffix(".weight"): value for name, value in weights.items()}
 
     def rms(self, x: Any, name: str) -> Any:
-        return x / self.torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * self.w[name]
+        return x / self.torch.sqrt((x * x).mean(-1, keepdim=True) + self.head.eps) * self.w[name]
 
     def linear(self, x: Any, name: str) -> Any:
         return x @ self.w[name].T + self.w.get(f"{name}.bias", self.torch.zeros(()))
@@ -466,8 +507,41 @@ class TorchLayers:
         score = torch.einsum("qhd,khd->hqk", q, k) / head.head_dim**0.5
         back = torch.arange(count)[:, None] - torch.arange(count)[None, :]
         score = score.masked_fill((back < 0) | (back >= (window or count)), -torch.inf)
-        out = torch.einsum("hqk,khd->qhd", score.softmax(-1), v).reshape(count, -1)
+        if f"{name}.sinks" in self.w:
+            sinks = self.w[f"{name}.sinks"][:, None, None].expand(-1, count, 1)
+            score = torch.cat([score, sinks], -1)
+        out = torch.einsum("hqk,khd->qhd", score.softmax(-1)[..., :count], v).reshape(count, -1)
 
+        return self.linear(out, f"{name}.o_proj")
+
+    def attend_latent(self, x: Any, name: str) -> Any:
+        """Runs latent attention with explicit keys and values; neighbours rotate together."""
+        torch = self.torch
+        rank, kv_rank, still, turning, value = self.head.latent
+        count = x.shape[0]
+        if rank:
+            latent = self.rms(self.linear(x, f"{name}.q_a_proj"), f"{name}.q_a_layernorm")
+            q = self.linear(latent, f"{name}.q_b_proj")
+        else:
+            q = self.linear(x, f"{name}.q_proj")
+        q = q.view(count, -1, still + turning)
+        latent, shared = self.linear(x, f"{name}.kv_a_proj_with_mqa").split([kv_rank, turning], -1)
+        kv = self.linear(self.rms(latent, f"{name}.kv_a_layernorm"), f"{name}.kv_b_proj")
+        k, v = kv.view(count, -1, still + value).split([still, value], -1)
+
+        frequency = self.head.theta ** (-torch.arange(turning // 2) * 2 / turning)
+        angle = torch.arange(count)[:, None, None] * frequency
+        turn = torch.polar(torch.ones_like(angle), angle)
+
+        def turned(x: Any) -> Any:
+            pairs = torch.view_as_complex(x.reshape(count, -1, turning // 2, 2).contiguous())
+            return torch.view_as_real(pairs * turn).flatten(2)
+
+        q = torch.cat([q[..., :still], turned(q[..., still:])], -1)
+        k = torch.cat([k, turned(shared).expand(-1, k.shape[1], -1)], -1)
+        score = torch.einsum("qhd,khd->hqk", q, k) / (still + turning) ** 0.5
+        score = score.masked_fill(torch.ones(count, count).triu(1) > 0, -torch.inf)
+        out = torch.einsum("hqk,khd->qhd", score.softmax(-1), v).reshape(count, -1)
         return self.linear(out, f"{name}.o_proj")
 
     def mlp(self, x: Any, name: str) -> Any:
@@ -477,7 +551,10 @@ class TorchLayers:
     def block(self, x: Any, name: str, *, fed: Any = None, window: int | None = None) -> Any:
         """Runs a block of Llama's. Its attention reads ``fed``, by default the normed input."""
         fed = self.rms(x, f"{name}.input_layernorm") if fed is None else fed
-        x = x + self.attend(fed, f"{name}.self_attn", window)
+        if getattr(self.head, "latent", None):
+            x = x + self.attend_latent(fed, f"{name}.self_attn")
+        else:
+            x = x + self.attend(fed, f"{name}.self_attn", window)
         return x + self.mlp(self.rms(x, f"{name}.post_attention_layernorm"), f"{name}.mlp")
 
 

@@ -14,6 +14,7 @@ import tiny
 
 from eagle3_jax.decode import LoadedDrafter
 from eagle3_jax.drafters import Fallback, Markov, NGram, Plain, Suffix, layer_skip
+from eagle3_jax.models.config import GatedMLP, Latent, LayerConfig, uniform
 from eagle3_jax.topology import Chain, DynamicTree
 from eagle3_jax.types import DraftSampling
 
@@ -22,6 +23,13 @@ PROBABILISTIC = DraftSampling.PROBABILISTIC
 TREE = DynamicTree(num_nodes=9, max_depth=3, top_k=3)
 # Some rows of a batch match, others do not.
 RARE = NGram(2, min_ngram=2)
+
+
+def _latent(count: int) -> tuple[LayerConfig, ...]:
+    mixer = Latent(num_heads=4, q_rank=6, kv_rank=8, nope_dim=4, rope_dim=4, value_dim=3)
+    return uniform(count, mixer, GatedMLP(width=24))
+
+
 ALL_DRAFTERS: dict[str, Callable[[], LoadedDrafter]] = {
     "plain": lambda: LoadedDrafter(Plain()),
     "plain, padded": lambda: LoadedDrafter(Plain(4)),
@@ -59,6 +67,15 @@ ALL_DRAFTERS: dict[str, Callable[[], LoadedDrafter]] = {
     "EAGLE-3 under a window": lambda: tiny.eagle3(
         TARGET, tiny.STATIC_TREE, layers=tiny.layers(1, window=3)
     ),
+    "EAGLE-3 of latents, sampled chain": lambda: tiny.eagle3(
+        TARGET,
+        Chain(3),
+        layers=_latent(2),
+        norm_output=True,
+        draft_vocab_size=7,
+        draft_sampling=PROBABILISTIC,
+    ),
+    "EAGLE-3 of latents, dynamic tree": lambda: tiny.eagle3(TARGET, TREE, layers=_latent(1)),
     "P-EAGLE chain": lambda: tiny.p_eagle(TARGET, Chain(3), draft_vocab_size=7),
     "P-EAGLE sampled chain": lambda: tiny.p_eagle(TARGET, Chain(3), draft_sampling=PROBABILISTIC),
     "P-EAGLE dynamic tree": lambda: tiny.p_eagle(TARGET, TREE),
