@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from flax import nnx, struct
 from jaxtyping import Array, Float, Int, Key
 
-from eagle3_jax.cache import Cache, KeyValue, KeyValues
+from eagle3_jax.cache import Cache, KeyValue
 from eagle3_jax.devices.kernels import indices
 from eagle3_jax.devices.sharding import VOCAB, Axis
 from eagle3_jax.drafters.base import NetworkDrafter
@@ -163,6 +163,13 @@ class FeedbackState(struct.PyTreeNode, kw_only=True):
     root: Int[Array, " B"]
 
 
+def following(seen: Observation) -> Int[Array, "B T"]:
+    """Returns ``x_{t+1}``: the next committed token, after the last of them the target's choice."""
+    next_tokens = jnp.concatenate([seen.tokens[:, 1:], seen.next_token[:, None]], axis=1)
+    is_last = indices(seen.tokens.shape[1])[None, :] == seen.length[:, None] - 1
+    return jnp.where(is_last, seen.next_token[:, None], next_tokens)
+
+
 @dataclasses.dataclass(frozen=True)
 class Eagle3Drafter(NetworkDrafter):
     """Drafts a chain or a tree with an EAGLE-3 head.
@@ -203,12 +210,7 @@ class Eagle3Drafter(NetworkDrafter):
         """
         head = self.bind(params)
         count = seen.tokens.shape[1]
-
-        # x_{t+1} is the next committed token, and after the last of them the target's choice.
-        next_tokens = jnp.concatenate([seen.tokens[:, 1:], seen.next_token[:, None]], axis=1)
-        is_last = indices(count)[None, :] == seen.length[:, None] - 1
-        next_tokens = jnp.where(is_last, seen.next_token[:, None], next_tokens)
-
+        next_tokens = following(seen)
         positions = state.cache.length[:, None] + indices(count)[None, :]
         past = attention_contexts(
             self.config.layers, causal_mask(count), positions, state.cache, is_chain=True
@@ -248,7 +250,9 @@ class Eagle3Drafter(NetworkDrafter):
             # The features of a draft token are not known. The head's own output a replaces g.
             embedded = self.embed(params, tokens, positions)
             output, written = head(embedded, output, positions, past)
-            layers = tuple(KeyValues(keys=kv.keys, values=kv.values) for kv in written)
+            # Guesses are committed nowhere: a cache only takes the buffers that have them.
+            pairs = zip(layers, written, strict=True)
+            layers = tuple(layer.commit(block, length, length, None) for layer, block in pairs)
             logits = self.logits(params, head, output)
             return Level(logits, carry=output, memory=(layers, draft_positions))
 
