@@ -37,7 +37,7 @@ import jax.numpy as jnp
 from flax import nnx, struct
 from jaxtyping import Array, Float, Int, Key
 
-from eagle3_jax.cache import Cache, KeyValue, LayerCache
+from eagle3_jax.cache import Cache, LayerCache
 from eagle3_jax.devices.kernels import indices
 from eagle3_jax.devices.sharding import VOCAB, Axis
 from eagle3_jax.drafters.base import FinalStateConfig
@@ -113,11 +113,11 @@ class MTPModule(nnx.Module):
         stream: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
         contexts: Sequence[AttentionContext],
-    ) -> tuple[Float[Array, "B T D"], tuple[KeyValue, ...]]:
+    ) -> tuple[Float[Array, "B T D"], tuple[Any, ...]]:
         """Runs one step: from the normed state of the target, or of a module, to the next state.
 
         Returns:
-            The state, and keys and values of the block.
+            The state, and what the block's cache keeps.
         """
         embedding_and_state = jnp.concatenate(
             [self.embedding_norm(embedded), self.feature_norm(stream)], axis=-1
