@@ -19,6 +19,7 @@ from eagle3_jax.conversion.heads.head import Check, Suspects
 from eagle3_jax.conversion.reading import (
     Opened,
     head_of,
+    modules_of,
     open_checkpoint,
     read_target,
     target_of,
@@ -63,8 +64,8 @@ def diagnose(
 
     Args:
         target_dir: Directory of the target.
-        drafter_dir: Directory of the head or of the smaller language model; ``None`` to examine the
-            target alone.
+        drafter_dir: Directory of the head or of the smaller language model; the target's for its
+            MTP modules; ``None`` to examine the target alone.
         prompts: Token ids of the prompts that agreement is measured on. Default: random ones, which
             are less informative.
         seed: Seed of the random prompts.
@@ -82,10 +83,18 @@ def diagnose(
             checks += [*_of_target(target), _weights("weights", target.params)]
         return checks
 
-    opened = _attempt(checks, "method", lambda: open_checkpoint(drafter_dir), _describe_method)
+    is_own = Path(drafter_dir).resolve() == Path(target_dir).resolve()
+    opened = _attempt(
+        checks,
+        "method",
+        lambda: open_checkpoint(drafter_dir),
+        lambda checkpoint: "modules of the target" if is_own else _describe_method(checkpoint),
+    )
     drafter = None
-    if opened is not None and opened.kind in HEADS:
-        config = None if target is None else target.config
+    config = None if target is None else target.config
+    if opened is not None and is_own:
+        drafter = _attempt(checks, "head", lambda: modules_of(opened, config), _describe_head)
+    elif opened is not None and opened.kind in HEADS:
         drafter = _attempt(
             checks, "head", lambda: head_of(opened, config, layer_ids=layer_ids), _describe_head
         )

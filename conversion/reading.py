@@ -246,6 +246,7 @@ def convert(
 
     opened = open_checkpoint(source)
     if modules:
+        _refuse_layer_ids(layer_ids, f"{source} holds MTP modules")
         checkpoint = modules_of(opened, target)
         written = to or "jax"
     elif opened.kind in HEADS:

@@ -35,6 +35,11 @@ class Modules(NamedTuple):
     #: Returns the fields of ``config.json`` by which the layers of some modules differ from the
     #: target's.
     fields: Callable[[Fields, int], Mapping[str, Any]] = lambda fields, count: {}
+    #: Whether they read the target's state after its final norm, and whether the embedding at
+    #: position 0 counts as zero. transformers does the first and not the second, in every family
+    #: whose modules it drafts with.
+    normed_state: bool = True
+    zero_first: bool = False
 
     def numbers(self, names: Collection[str], num_layers: int) -> list[int]:
         """Returns the numbers of the modules in a file, which begin with 0."""

@@ -32,7 +32,12 @@ FAMILY = Family(
     architecture="MiMoForCausalLM",
     read_config=read_config,
     write_fields=write_fields,
+    # Both as in vLLM, for which Xiaomi wrote the only program that drafts with them.
     modules=Modules(
-        "mimo", pattern=r"model\.mtp_layers\..*", number=r"model\.mtp_layers\.(\d{1,9})\."
+        "mimo",
+        pattern=r"model\.mtp_layers\..*",
+        number=r"model\.mtp_layers\.(\d{1,9})\.",
+        normed_state=False,
+        zero_first=True,
     ),
 )

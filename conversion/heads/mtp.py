@@ -8,8 +8,8 @@ A file of its own has one module with a dense block, in one of three layouts:
 * ``mimo``: Xiaomi MiMo's names, ``model.mtp_layers.0.*``, with Qwen2's block. vLLM loads it.
 * ``speculators``: ``mtp_layers.0.*`` with Qwen3's block. The embedding at position 0 is not zeroed.
 
-Modules in the files of a target have the blocks of its family, and DeepSeek's, MiMo's or
-Qwen3-Next's names (``qwen``: ``mtp.*``). ``Modules`` in ``families/family.py`` tells where they are.
+Modules in the files of a target have the blocks of its family (``Modules`` in
+``families/family.py``), under DeepSeek's, MiMo's or Qwen3-Next's names (``qwen``: ``mtp.*``).
 
 The input of the projection begins with the hidden state in MiMo's files, and with the embedding in
 all others. The shapes are the same, so the layout determines the order.
@@ -26,7 +26,7 @@ import numpy as np
 
 from eagle3_jax.conversion import blocks, hf_config, rules
 from eagle3_jax.conversion.errors import CheckpointError
-from eagle3_jax.conversion.families import Family
+from eagle3_jax.conversion.families.family import Family, Modules
 from eagle3_jax.conversion.fields import Fields, agreed, read_from
 from eagle3_jax.conversion.heads.head import (
     Check,
@@ -40,7 +40,7 @@ from eagle3_jax.conversion.heads.head import (
     refuse_inexpressible,
 )
 from eagle3_jax.conversion.rules import Part, Rule
-from eagle3_jax.conversion.targets import LanguageModel, language_model
+from eagle3_jax.conversion.targets import language_model
 from eagle3_jax.conversion.tensors import Signs, Stored
 from eagle3_jax.drafters.mtp import MTPConfig, MTPDrafter
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, gated, grouped, uniform
@@ -83,10 +83,9 @@ _NAMES = {
         output="",
     ),
 }
-# The embedding at position 0 by what a layout is written for. vLLM sets it to zero, transformers
-# and speculators leave it, as training does. Modules in the files of a target are drafted with as
-# transformers does.
-_ZERO_FIRST = {"deepseek": True, "mimo": True, "speculators": False, "target": False}
+# Whether the embedding at position 0 is set to zero, by what files of a module are written for:
+# vLLM sets it, speculators leaves it. For modules in the files of a target the family tells.
+_ZERO_FIRST = {"deepseek": True, "mimo": True, "speculators": False}
 # Names of the number of modules. Files without any have one module.
 _COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 # By model_type of the block: whether q, k and v have biases, and whether q and k have norms.
@@ -242,7 +241,7 @@ def read_modules(stored: Stored, target: DecoderConfig | None = None) -> HeadChe
     model.fields.only(mtp_use_dedicated_embeddings=False)
     fields = modules.described(model.fields, count)
     decoder = model.family.read_config(fields)
-    config = _config_of(decoder, model.num_layers)
+    config = _config_of(decoder, modules, model.num_layers)
     if target is not None:
         check_fit(config, target, where)
     table = _block_rules(model.family, decoder, [names.block for names in all_names], tensors)
@@ -271,19 +270,17 @@ def modules_config(fields: Fields, family: Family) -> MTPConfig | None:
     if family.modules is None or not count:
         return None
     decoder = family.read_config(family.modules.described(fields, count))
-    return _config_of(decoder, fields.size("num_hidden_layers"))
+    return _config_of(decoder, family.modules, fields.size("num_hidden_layers"))
 
 
 def _stated(fields: Fields) -> int:
     """Returns the number of modules that a ``config.json`` states."""
-    counts = {
-        name: None if fields.get(name) is None else fields.integer(name) for name in _COUNTS
-    }
+    counts = {name: None if fields.get(name) is None else fields.integer(name) for name in _COUNTS}
     count = agreed(counts, fields.where)
     return 1 if count is None else count
 
 
-def _config_of(decoder: DecoderConfig, num_target_layers: int) -> MTPConfig:
+def _config_of(decoder: DecoderConfig, modules: Modules, num_target_layers: int) -> MTPConfig:
     """Describes modules whose blocks are the layers of ``decoder``."""
     return MTPConfig(
         vocab_size=decoder.vocab_size,
@@ -293,7 +290,8 @@ def _config_of(decoder: DecoderConfig, num_target_layers: int) -> MTPConfig:
         max_positions=decoder.max_positions,
         norm_eps=decoder.norm_eps,
         norm_kind=decoder.norm_kind,
-        zero_first=_ZERO_FIRST["target"],
+        normed_state=modules.normed_state,
+        zero_first=modules.zero_first,
     )
 
 
@@ -391,6 +389,7 @@ def _of_target(config: MTPConfig) -> dict[str, Any]:
     return {
         f"{config.num_layers} modules": config.num_layers > 1,
         f"{type(mixer).__name__} attention with {type(layer.mlp).__name__}": not is_plain,
+        "a state before the target's final norm": not config.normed_state,
         f"norms of the kind {config.norm_kind!r}": config.norm_kind != "plain",
         "a window": is_plain and mixer.window is not None,
         "an output gate": is_plain and mixer.output_gate,
@@ -426,9 +425,10 @@ def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
     order = {
         "mimo": "the hidden state first",
         "jax": "as it was converted",
-        "target": "as the target's family has it",
+        "target": "that of its family",
     }.get(head.dialect, "the embedding first")
     start = "counts as zero" if head.config.zero_first else "is the token's own"
+    norm = "after" if head.config.normed_state else "before"
     output = "its own" if head.config.own_output else "the target's"
     return [
         Check.report(
@@ -436,6 +436,7 @@ def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
             f"{order}, as the {head.dialect} layout has it; the shapes do not tell",
         ),
         Check.report("embedding at position 0", start),
+        Check.report("target's state", f"{norm} its final norm"),
         Check.report("output", f"logits by {output} output matrix"),
     ]
 

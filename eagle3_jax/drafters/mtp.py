@@ -1,7 +1,7 @@
 """Multi-token prediction as DeepSeek-V3 has it: more blocks, trained with the model.
 
 DeepSeek-AI (2024, arXiv 2412.19437, section 2.2). At each position ``t`` it reads the target's
-final state ``g_t`` (after the final norm) and the *next* token ``x_{t+1}``::
+final state ``g_t`` (after the final norm; before it in MiMo) and the *next* token ``x_{t+1}``::
 
     z_t = W [norm_e(embedding(x_{t+1})); norm_h(g_t)]
     g'_{t+1} = norm(block(z_t))                              q = softmax(g'_{t+1} · output matrix)
@@ -60,20 +60,25 @@ class MTPConfig(FinalStateConfig):
     Attributes:
         own_output: Whether they have an output matrix of their own.
         zero_first: Whether the embedding at position 0 counts as zero.
+        normed_state: Whether they read the target's state after its final norm, or before it.
         norm_kind: The kind of all norms.
     """
 
     own_output: bool = False
     zero_first: bool = True
+    normed_state: bool = True
     norm_kind: NormKind = "plain"
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """The output of the target's final norm, or its input."""
+        return (self.num_target_layers + self.normed_state,)
 
 
 class MTPModule(nnx.Module):
     """The network of the first module, with the ``later`` ones; the embedding is an input."""
 
-    def __init__(
-        self, config: MTPConfig, *, precision: Precision, rngs: nnx.Rngs, index: int = 0
-    ):
+    def __init__(self, config: MTPConfig, *, precision: Precision, rngs: nnx.Rngs, index: int = 0):
         width = config.width
         eps = config.norm_eps
         kind = config.norm_kind
@@ -265,9 +270,7 @@ class MTPDrafter(Eagle3Drafter):
                 shifted = jnp.concatenate([earlier, carry[:, : k - 1]], axis=1)
                 stream = jnp.where((committed >= k)[:, None, None], shifted, at_beginning)
 
-            output, written = self._run(
-                params, modules[k], k, layers[k], length, block, stream
-            )
+            output, written = self._run(params, modules[k], k, layers[k], length, block, stream)
             layer = layers[k].commit(written, length, count, None)
             layers = (*layers[:k], layer, *layers[k + 1 :])
             newest = jnp.maximum(count - 1, 0)[:, None, None]
@@ -278,9 +281,7 @@ class MTPDrafter(Eagle3Drafter):
 
         output = state.outputs[:, :1]
         nothing = jnp.zeros((committed.shape[0], 0), jnp.int32)
-        first = Level(
-            self.logits(params, network, output), output, (state.cache.layers, nothing)
-        )
+        first = Level(self.logits(params, network, output), output, (state.cache.layers, nothing))
         inputs = DraftInputs(
             root=state.root,
             first=first,
