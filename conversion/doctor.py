@@ -20,6 +20,7 @@ from eagle3_jax.conversion.reading import (
     Opened,
     head_of,
     modules_of,
+    note_of_modules,
     open_checkpoint,
     read_target,
     target_of,
@@ -32,6 +33,7 @@ from eagle3_jax.conversion.sidecars import (
 )
 from eagle3_jax.conversion.targets import TargetCheckpoint
 from eagle3_jax.drafters.draft_model import first_vocab_difference
+from eagle3_jax.files.sources import OWN_MODULES
 from eagle3_jax.models.config import MOST
 from eagle3_jax.text.template import ChatTemplate
 
@@ -64,8 +66,8 @@ def diagnose(
 
     Args:
         target_dir: Directory of the target.
-        drafter_dir: Directory of the head or of the smaller language model; the target's for its
-            MTP modules; ``None`` to examine the target alone.
+        drafter_dir: Directory of the head or of the smaller language model; ``mtp``, or the
+            target's directory, for MTP modules in it; ``None`` to examine the target alone.
         prompts: Token ids of the prompts that agreement is measured on. Default: random ones, which
             are less informative.
         seed: Seed of the random prompts.
@@ -83,16 +85,14 @@ def diagnose(
             checks += [*_of_target(target), _weights("weights", target.params)]
         return checks
 
-    is_own = Path(drafter_dir).resolve() == Path(target_dir).resolve()
-    opened = _attempt(
-        checks,
-        "method",
-        lambda: open_checkpoint(drafter_dir),
-        lambda checkpoint: "modules of the target" if is_own else _describe_method(checkpoint),
-    )
+    is_named = str(drafter_dir) == OWN_MODULES
+    source = target_dir if is_named else drafter_dir
+    opened = _attempt(checks, "method", lambda: open_checkpoint(source), _describe_method)
     drafter = None
     config = None if target is None else target.config
-    if opened is not None and is_own:
+    is_own = Path(source).resolve() == Path(target_dir).resolve()
+    if opened is not None and is_own and (is_named or note_of_modules(opened)):
+        checks[-1] = Check("method", "ok", "MTP modules in the target's files")
         drafter = _attempt(checks, "head", lambda: modules_of(opened, config), _describe_head)
     elif opened is not None and opened.kind in HEADS:
         drafter = _attempt(

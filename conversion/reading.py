@@ -93,7 +93,7 @@ def _refuse_two_kinds(name: str, signs: Signs, where: str) -> None:
     others = frozenset(filter(lambda tensor: not mtp.is_module(tensor), signs.names))
     remaining = Signs({}, others, "", "")
     second = next((kind for kind in HEADS.values() if kind.recognise(remaining)), None)
-    if name == "mtp" and second is not None:
+    if name == "mtp" and signs.has(mtp.MODULE) and second is not None:
         raise CheckpointError(
             f"{where} holds an MTP module and a head of {second.label}; expected the files of one"
             " drafter, so put the tensors of the other into a directory of their own"

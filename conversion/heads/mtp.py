@@ -96,19 +96,20 @@ _BLOCKS = {
     "qwen3": (False, True),
 }
 _MIMO = "MiMoForCausalLM"
-_MODULE = r"layers\.\d+\.(enorm|hnorm|eh_proj|shared_head)\.|mtp_layers\.\d+\.|mtp\."
+#: Names that only MTP modules have, without ``model.``.
+MODULE = r"layers\.\d+\.(enorm|hnorm|eh_proj|shared_head)\.|mtp_layers\.\d+\.|mtp\."
 
 
 def recognise(signs: Signs) -> bool:
     """Recognises MTP by the tensors of a module, in a file without a language model's layers."""
     if signs.method == "mtp":
         return True
-    return signs.has(_MODULE) and not signs.has(r"(language_model\.)?(model\.)?layers\.0\.")
+    return signs.has(MODULE) and not signs.has(r"(language_model\.)?(model\.)?layers\.0\.")
 
 
 def is_module(name: str) -> bool:
     """Tells whether a tensor, named without ``model.``, may be one of a module or of its tables."""
-    return re.match(rf"{_MODULE}|layers\.\d+\.|embed_tokens\.|lm_head\.", name) is not None
+    return re.match(rf"{MODULE}|layers\.\d+\.|embed_tokens\.|lm_head\.", name) is not None
 
 
 def names_in(layout: str, num_target_layers: int, module: int = 0) -> _Names:

@@ -82,8 +82,8 @@ def doctor(
     keep_compiled_programs(compilation_cache)
     target_path = locate(target, "target")
     # Modules in the target's files have no directory of their own.
-    is_own = drafter == OWN_MODULES
-    drafter_path = target_path if is_own else None if is_alone else locate(drafter, "eagle3")
+    is_elsewhere = not is_alone and drafter != OWN_MODULES
+    drafter_path = locate(drafter, "eagle3") if is_elsewhere else drafter
     token_ids = None if prompts is None else _token_ids(prompts, target_path)
     diagnosis = diagnose(target_path, drafter_path, prompts=token_ids, layer_ids=layer_ids)
 
