@@ -181,7 +181,9 @@ def eagle1(
     )
 
 
-def mtp(target: LoadedTarget, topology: Topology = Chain(3), **options: Any) -> LoadedDrafter:
+def mtp(
+    target: LoadedTarget, topology: Topology | None = Chain(3), **options: Any
+) -> LoadedDrafter:
     """Returns random MTP modules for a target, by default one."""
     depth = target.model.config.num_layers
     fields = {"layers": layers(1), "num_target_layers": depth}
