@@ -386,14 +386,15 @@ def _of_target(config: MTPConfig) -> dict[str, Any]:
     """Returns what modules of targets have and files of their own cannot express."""
     layer = config.layers[0]
     mixer = layer.mixer
-    is_plain = isinstance(mixer, GroupedQuery) and isinstance(layer.mlp, GatedMLP)
+    is_grouped = isinstance(mixer, GroupedQuery)
+    is_plain = is_grouped and isinstance(layer.mlp, GatedMLP)
     return {
         f"{config.num_layers} modules": config.num_layers > 1,
         f"{type(mixer).__name__} attention with {type(layer.mlp).__name__}": not is_plain,
         "a state before the target's final norm": not config.normed_state,
         f"norms of the kind {config.norm_kind!r}": config.norm_kind != "plain",
-        "a window": is_plain and mixer.window is not None,
-        "an output gate": is_plain and mixer.output_gate,
+        "a window": is_grouped and mixer.window is not None,
+        "an output gate": is_grouped and mixer.output_gate,
     }
 
 
