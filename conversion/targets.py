@@ -18,7 +18,7 @@ from eagle3_jax.conversion.errors import CheckpointError
 from eagle3_jax.conversion.families import Family, described
 from eagle3_jax.conversion.fields import Fields, read_from
 from eagle3_jax.conversion.files import new_directory, write_json
-from eagle3_jax.conversion.hf_config import stack_fields
+from eagle3_jax.conversion.hf_config import ABSENT, stack_fields
 from eagle3_jax.conversion.quantised import Quantisation, read_quantised
 from eagle3_jax.conversion.rules import Params
 from eagle3_jax.conversion.sidecars import copy_tokenizer, read_object
@@ -156,7 +156,8 @@ def write_target(checkpoint: TargetCheckpoint, directory: str | Path) -> None:
     stop_tokens = list(checkpoint.stop_tokens)
     stop = stop_tokens[0] if len(stop_tokens) == 1 else stop_tokens or None
     with read_from(f"the Hugging Face layout of {family.label}"):
-        description = {**stack_fields(config, checkpoint.dtype), **family.write_fields(config)}
+        fields = {**stack_fields(config, checkpoint.dtype), **family.write_fields(config)}
+    description = {name: value for name, value in fields.items() if value is not ABSENT}
     values = {
         "architectures": [family.architecture],
         "model_type": family.model_type,

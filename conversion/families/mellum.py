@@ -66,6 +66,9 @@ def write_fields(config: DecoderConfig) -> dict[str, Any]:
         "mlp_layer_types": [
             _DENSE if layer in dense else _SPARSE for layer in range(config.num_layers)
         ],
+        # There is no older notation, and transformers would read one alone.
+        "rope_theta": hf_config.ABSENT,
+        "rope_scaling": hf_config.ABSENT,
         "rope_parameters": {kind: rope["rope_parameters"] for kind, rope in ropes.items()},
     }
 
