@@ -89,8 +89,8 @@ class Family(NamedTuple):
     #: Patterns of tensors that do not belong to the target. They are left out, and are not written
     #: again.
     excluded: tuple[str, ...] = ()
-    #: The modules for multi-token prediction that a file may hold. They are no part of the target,
-    #: and draft for it (``--drafter mtp``).
+    #: The modules for multi-token prediction that a file may hold. They do not belong to the
+    #: target, and draft for it (``--drafter mtp``).
     modules: Modules | None = None
 
     def select(self, tensors: Mapping[str, Tensor], num_layers: int) -> dict[str, Tensor]:

@@ -166,7 +166,7 @@ class FeedbackState(struct.PyTreeNode, kw_only=True):
 def following(seen: Observation) -> Int[Array, "B T"]:
     """Returns ``x_{t+1}``: the next committed token, after the last of them the target's choice."""
     next_tokens = jnp.concatenate([seen.tokens[:, 1:], seen.next_token[:, None]], axis=1)
-    is_last = indices(seen.tokens.shape[1])[None, :] == seen.length[:, None] - 1
+    is_last = indices(next_tokens.shape[1])[None, :] == seen.length[:, None] - 1
     return jnp.where(is_last, seen.next_token[:, None], next_tokens)
 
 
@@ -209,8 +209,8 @@ class Eagle3Drafter(NetworkDrafter):
         Only these enter its cache.
         """
         head = self.bind(params)
-        count = seen.tokens.shape[1]
         next_tokens = following(seen)
+        count = next_tokens.shape[1]
         positions = state.cache.length[:, None] + indices(count)[None, :]
         past = attention_contexts(
             self.config.layers, causal_mask(count), positions, state.cache, is_chain=True
@@ -251,8 +251,10 @@ class Eagle3Drafter(NetworkDrafter):
             embedded = self.embed(params, tokens, positions)
             output, written = head(embedded, output, positions, past)
             # Guesses are committed nowhere: a cache only takes the buffers that have them.
-            pairs = zip(layers, written, strict=True)
-            layers = tuple(layer.commit(block, length, length, None) for layer, block in pairs)
+            layers = tuple(
+                layer.commit(block, length, length, None)
+                for layer, block in zip(layers, written, strict=True)
+            )
             logits = self.logits(params, head, output)
             return Level(logits, carry=output, memory=(layers, draft_positions))
 

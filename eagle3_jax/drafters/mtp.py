@@ -253,7 +253,7 @@ class MTPDrafter(Eagle3Drafter):
             k = min(depth + 1, len(modules) - 1)
             beyond = depth + 1 - k
             if beyond:
-                # One more row of the last module: its own output stands in for the state.
+                # One more row of the last module: its own output replaces the state.
                 length = committed + beyond - 1
                 count = jnp.ones_like(committed)
                 block = tokens
