@@ -298,7 +298,7 @@ class MTPDrafter(Eagle3Drafter):
     def _run(
         self,
         params: Params,
-        module: MTPModule,
+        module: Any,
         k: int,
         layer: LayerCache,
         length: Int[Array, " B"],

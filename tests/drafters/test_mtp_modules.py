@@ -76,7 +76,8 @@ def from_scratch(
         tokens = known[1 + number : 1 + number + SIZE]
         every_row = run(loaded.drafter, number, loaded.params, tokens, stream)
         outputs.append(every_row[last + beyond])
-    logits = loaded.drafter.target_logits(loaded.params, jnp.stack(outputs))
+    drafter: Any = loaded.drafter
+    logits = drafter.target_logits(loaded.params, jnp.stack(outputs))
     return np.asarray(logits)
 
 
