@@ -19,6 +19,8 @@ from eagle3_jax.conversion.heads.head import Check, Suspects
 from eagle3_jax.conversion.reading import (
     Opened,
     head_of,
+    modules_of,
+    note_of_modules,
     open_checkpoint,
     read_target,
     target_of,
@@ -31,6 +33,7 @@ from eagle3_jax.conversion.sidecars import (
 )
 from eagle3_jax.conversion.targets import TargetCheckpoint
 from eagle3_jax.drafters.draft_model import first_vocab_difference
+from eagle3_jax.files.sources import OWN_MODULES
 from eagle3_jax.models.config import MOST
 from eagle3_jax.text.template import ChatTemplate
 
@@ -63,8 +66,8 @@ def diagnose(
 
     Args:
         target_dir: Directory of the target.
-        drafter_dir: Directory of the head or of the smaller language model; ``None`` to examine the
-            target alone.
+        drafter_dir: Directory of the head or of the smaller language model; ``mtp``, or the
+            target's directory, for MTP modules in it; ``None`` to examine the target alone.
         prompts: Token ids of the prompts that agreement is measured on. Default: random ones, which
             are less informative.
         seed: Seed of the random prompts.
@@ -82,10 +85,16 @@ def diagnose(
             checks += [*_of_target(target), _weights("weights", target.params)]
         return checks
 
-    opened = _attempt(checks, "method", lambda: open_checkpoint(drafter_dir), _describe_method)
+    is_named = str(drafter_dir) == OWN_MODULES
+    source = target_dir if is_named else drafter_dir
+    opened = _attempt(checks, "method", lambda: open_checkpoint(source), _describe_method)
     drafter = None
-    if opened is not None and opened.kind in HEADS:
-        config = None if target is None else target.config
+    config = None if target is None else target.config
+    is_own = Path(source).resolve() == Path(target_dir).resolve()
+    if opened is not None and is_own and (is_named or note_of_modules(opened)):
+        checks[-1] = Check("method", "ok", "MTP modules in the target's files")
+        drafter = _attempt(checks, "head", lambda: modules_of(opened, config), _describe_head)
+    elif opened is not None and opened.kind in HEADS:
         drafter = _attempt(
             checks, "head", lambda: head_of(opened, config, layer_ids=layer_ids), _describe_head
         )

@@ -71,6 +71,8 @@ _ROPE_PARAMETERS: dict[str, dict[str, Callable[[Fields, str], Any]]] = {
         "attention_factor": Fields.optional_number,
     },
 }
+#: The value of a field that a family's files must not have.
+ABSENT = object()
 # Types without a limit of the text length.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _ROPE_KEYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}.union(

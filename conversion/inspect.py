@@ -15,7 +15,14 @@ from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
 from eagle3_jax.conversion.families import FAMILIES, WRAPPERS, described
 from eagle3_jax.conversion.files import is_gguf
 from eagle3_jax.conversion.heads import HEADS
-from eagle3_jax.conversion.reading import Opened, head_of, layout_of, open_checkpoint, target_of
+from eagle3_jax.conversion.reading import (
+    Opened,
+    head_of,
+    layout_of,
+    note_of_modules,
+    open_checkpoint,
+    target_of,
+)
 from eagle3_jax.conversion.rules import flatten
 from eagle3_jax.conversion.sidecars import tokenizer_config_of, tokenizer_of
 from eagle3_jax.conversion.targets import TargetCheckpoint
@@ -139,6 +146,7 @@ def _read(opened: Opened, config: Mapping[str, Any], tensors: Mapping[str, Any])
 
     wrapper = None if opened.stored is None else described(opened.stored.fields).wrapper
     notes = [] if wrapper is None else [wrapper.note(tensors)]
+    notes += filter(None, [note_of_modules(opened)])
     if target.quantisation is not None:
         kept_as = target.quantisation.kept_as
         alternative = f", or kept as they are (--weights {kept_as})" if kept_as else ""

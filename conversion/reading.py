@@ -10,9 +10,9 @@ from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
 from eagle3_jax.conversion.families import FAMILIES, WRAPPERS, Family, deepseek
 from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.conversion.files import checkpoint_path
-from eagle3_jax.conversion.heads import HEADS, LAYOUTS, HeadCheckpoint, Signs, write_head
+from eagle3_jax.conversion.heads import HEADS, LAYOUTS, HeadCheckpoint, Signs, mtp, write_head
 from eagle3_jax.conversion.native import TARGET, write_native
-from eagle3_jax.conversion.targets import TargetCheckpoint, write_target
+from eagle3_jax.conversion.targets import TargetCheckpoint, language_model, write_target
 from eagle3_jax.conversion.tensors import Stored, read_stored
 from eagle3_jax.models.config import DecoderConfig
 
@@ -65,6 +65,7 @@ def recognise(signs: Signs, where: str) -> str:
     """Returns the kind of a checkpoint that is not native; ``where`` is its name in messages."""
     for kind in HEADS.values():
         if kind.recognise(signs):
+            _refuse_two_kinds(kind.name, signs, where)
             return kind.name
 
     known = str(signs.config.get("model_type")) in {*FAMILIES, *WRAPPERS}
@@ -85,6 +86,18 @@ def recognise(signs: Signs, where: str) -> str:
     raise CheckpointError(
         f"{where} is neither a target nor a draft head that is known (it holds {sample})"
     )
+
+
+def _refuse_two_kinds(name: str, signs: Signs, where: str) -> None:
+    """Refuses an MTP module and a head of another method in the same files."""
+    others = frozenset(filter(lambda tensor: not mtp.is_module(tensor), signs.names))
+    remaining = Signs({}, others, "", "")
+    second = next((kind for kind in HEADS.values() if kind.recognise(remaining)), None)
+    if name == "mtp" and signs.has(mtp.MODULE) and second is not None:
+        raise CheckpointError(
+            f"{where} holds an MTP module and a head of {second.label}; expected the files of one"
+            " drafter, so put the tensors of the other into a directory of their own"
+        )
 
 
 def read_target(directory: str | Path, family: Family | None = None) -> TargetCheckpoint:
@@ -176,6 +189,29 @@ def head_of(
         ) from None
 
 
+def modules_of(opened: Opened, target: DecoderConfig | None = None) -> HeadCheckpoint:
+    """Reads the MTP modules in the files of a target.
+
+    Raises:
+        CheckpointError: There are none, or they are not those that its ``config.json`` describes.
+    """
+    if opened.stored is None or opened.kind in HEADS:
+        raise CheckpointError(
+            f"{opened.directory} holds no MTP modules besides a target; give the Hugging Face"
+            " directory of a target that has them in its files"
+        )
+    return mtp.read_modules(opened.stored, target)
+
+
+def note_of_modules(opened: Opened) -> str:
+    """Names the MTP modules in the files of a target; empty without any."""
+    if opened.stored is None or opened.kind != TARGET:
+        return ""
+    count = len(language_model(opened.stored).modules)
+    plural = "s" if count > 1 else ""
+    return f"it holds {count} MTP module{plural}, which draft as --drafter mtp" if count else ""
+
+
 def _refuse_layer_ids(layer_ids: str | None, reason: str) -> None:
     if layer_ids is not None:
         raise CheckpointError(f"{reason}; leave --layer-ids out")
@@ -188,6 +224,7 @@ def convert(
     target: DecoderConfig | None = None,
     *,
     layer_ids: str | None = None,
+    modules: bool = False,
 ) -> tuple[str, str]:
     """Converts a target or a head to another layout; returns the recognised layout and the new one.
 
@@ -199,6 +236,8 @@ def convert(
             first one of the method.
         target: The target of a head, see :func:`read_head`.
         layer_ids: See :func:`read_head`.
+        modules: Whether the MTP modules in the files of a target are converted, not the target.
+            They have no default layout but the native one.
 
     Raises:
         CheckpointError: The source cannot be read, the destination exists, or the layout cannot
@@ -208,7 +247,11 @@ def convert(
         raise CheckpointError(f"--to {to!r} is not known; use one of jax, {', '.join(LAYOUTS)}")
 
     opened = open_checkpoint(source)
-    if opened.kind in HEADS:
+    if modules:
+        _refuse_layer_ids(layer_ids, f"{source} holds MTP modules")
+        checkpoint = modules_of(opened, target)
+        written = to or "jax"
+    elif opened.kind in HEADS:
         checkpoint = head_of(opened, target, layer_ids=layer_ids)
         layouts = HEADS[opened.kind].layouts
         written = to or ("vllm" if "vllm" in layouts else layouts[0])

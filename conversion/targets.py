@@ -7,7 +7,7 @@ import functools
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import ml_dtypes
@@ -18,7 +18,7 @@ from eagle3_jax.conversion.errors import CheckpointError
 from eagle3_jax.conversion.families import Family, described
 from eagle3_jax.conversion.fields import Fields, read_from
 from eagle3_jax.conversion.files import new_directory, write_json
-from eagle3_jax.conversion.hf_config import stack_fields
+from eagle3_jax.conversion.hf_config import ABSENT, stack_fields
 from eagle3_jax.conversion.quantised import Quantisation, read_quantised
 from eagle3_jax.conversion.rules import Params
 from eagle3_jax.conversion.sidecars import copy_tokenizer, read_object
@@ -49,21 +49,55 @@ class TargetCheckpoint:
     quantisation: Quantisation | None = None
 
 
+class LanguageModel(NamedTuple):
+    """A language model in the files of a checkpoint, without parts of other media."""
+
+    family: Family  #: Its family.
+    fields: Fields  #: Its fields.
+    num_layers: int  #: Its number of layers.
+    tensors: Mapping[str, Any]  #: Its tensors and those of its MTP modules, as in a file of text.
+    quantisation: Quantisation | None  #: See :class:`TargetCheckpoint`.
+
+    @property
+    def modules(self) -> list[int]:
+        """The numbers of its MTP modules, which begin with 0; empty without any."""
+        modules = self.family.modules
+        return [] if modules is None else modules.numbers(self.tensors, self.num_layers)
+
+    def dtype_of(self, params: Params) -> str:
+        """The dtype of most parameters, or of the weights that are not quantised."""
+        return rules.main_dtype(params) if self.quantisation is None else _dense_dtype(self.fields)
+
+
+def language_model(stored: Stored, extra_family: Family | None = None) -> LanguageModel:
+    """Returns the language model of a checkpoint, the tensors of which are not read yet.
+
+    ``extra_family`` is a family in addition to those of the table.
+    """
+    family, fields, wrapper = described(stored.fields, extra_family)
+    tensors, quantisation = read_quantised(stored.tensors, stored.fields, stored.directory)
+    if wrapper is not None:
+        tensors = wrapper.select(tensors)
+    return LanguageModel(
+        family=family,
+        fields=fields,
+        num_layers=fields.size("num_hidden_layers"),
+        tensors=_under_model(tensors, str(stored.directory)),
+        quantisation=quantisation or stored.quantisation,
+    )
+
+
 def read_target(stored: Stored, extra_family: Family | None = None) -> TargetCheckpoint:
     """Reads a Hugging Face directory or a GGUF file.
 
     ``extra_family`` is a family in addition to those of the table.
     """
     directory = stored.directory
-    family, fields, wrapper = described(stored.fields, extra_family)
-    tensors, quantisation = read_quantised(stored.tensors, stored.fields, directory)
-    quantisation = quantisation or stored.quantisation
-    if wrapper is not None:
-        tensors = wrapper.select(tensors)
-    tensors = _under_model(tensors, str(directory))
-
-    num_layers = fields.size("num_hidden_layers")
-    tensors = family.select(tensors, num_layers)
+    model = language_model(stored, extra_family)
+    family = model.family
+    fields = model.fields
+    num_layers = model.num_layers
+    tensors = family.select(model.tensors, num_layers)
     rules.check_layers(
         num_layers, tensors, r"model\.layers\.(\d{1,9})\.", f"{stored.where}: num_hidden_layers"
     )
@@ -91,8 +125,8 @@ def read_target(stored: Stored, extra_family: Family | None = None) -> TargetChe
         params=params,
         stop_tokens=_stop_tokens(directory, fields, config.vocab_size),
         source=directory,
-        dtype=rules.main_dtype(params) if quantisation is None else _dense_dtype(fields),
-        quantisation=quantisation,
+        dtype=model.dtype_of(params),
+        quantisation=model.quantisation,
     )
 
 
@@ -132,7 +166,8 @@ def write_target(checkpoint: TargetCheckpoint, directory: str | Path) -> None:
     with read_from(f"the Hugging Face layout of {family.label}"):
         any_heads = family.model_type not in EVEN_WIDTHS
         sizes = stack_fields(config, checkpoint.dtype, any_heads=any_heads)
-        description = sizes | family.write_fields(config)
+        fields = sizes | family.write_fields(config)
+    description = {name: value for name, value in fields.items() if value is not ABSENT}
     values = {
         "architectures": [family.architecture],
         "model_type": family.model_type,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from eagle3_jax.devices.sharding import as_mesh, param_shardings
 from eagle3_jax.drafters.draft_model import draft_model, layer_skip
 from eagle3_jax.drafters.ngram import NGram
 from eagle3_jax.drafters.suffix import Suffix
-from eagle3_jax.files.sources import locate, parts_of, similar_drafters
+from eagle3_jax.files.sources import OWN_MODULES, locate, parts_of, similar_drafters
 from eagle3_jax.loaded import LoadedDrafter, LoadedTarget
 from eagle3_jax.models.config import DecoderConfig, GroupedQuery, Latent
 from eagle3_jax.models.decoder import DecoderTarget
@@ -118,6 +119,7 @@ def _load_model(
         weights=weights,
         bound=bound,
         chat_template=ChatTemplate.from_config(tokenizer_config_of(directory)),
+        source=directory,
     )
 
 
@@ -158,12 +160,14 @@ def load_drafter(
     """Loads a draft head or a draft model for a target.
 
     It has the target's precision and kind of weights, and is divided over its mesh. A head without
-    an embedding shares the target's array. A language model becomes a draft model.
+    an embedding shares the target's array. A language model becomes a draft model; the target's own
+    directory gives the MTP modules in it.
 
     Args:
         source: A directory with a head in any supported dialect or with a language model of any
             supported family, a GGUF file of a language model, a hub id, ``smollm2`` for the head of
-            that model, or ``None`` for the head of the bundled target.
+            that model, ``mtp`` for the MTP modules in the target's own files, or ``None`` for the
+            head of the bundled target.
         target: The target.
         layer_ids: The meaning of a head's auxiliary layer numbers if its file does not define it:
             layers that the residual stream is ``entering`` (vLLM) or ``leaving`` (SGLang,
@@ -174,30 +178,54 @@ def load_drafter(
             message gives the reason.
     """
     from eagle3_jax.conversion.heads import HEADS, make_drafter
-    from eagle3_jax.conversion.reading import head_of, open_checkpoint
+    from eagle3_jax.conversion.reading import (
+        head_of,
+        modules_of,
+        note_of_modules,
+        open_checkpoint,
+    )
 
     if not isinstance(target.model, DecoderTarget):
         raise ValueError(
             f"{type(target.model).__name__} is not a target that draft heads are loaded for"
         )
     precision = target.model.precision
-    directory = locate(source, "eagle3", suggest=similar_drafters)
+    if source == OWN_MODULES:
+        if target.source is None:
+            raise ValueError(
+                f"drafter {source!r} is in the target's own files, and {target.name} was not read"
+                " from files; load it with load_target"
+            )
+        directory = target.source
+    else:
+        directory = locate(source, "eagle3", suggest=similar_drafters)
     opened = open_checkpoint(directory)
 
-    # A language model becomes a draft model.
-    if opened.kind not in HEADS:
-        if layer_ids is not None:
-            raise ValueError(
-                f"{directory} holds a language model, which reads no target layers; leave"
-                " layer_ids out"
-            )
+    is_model = opened.kind not in HEADS
+    if is_model and layer_ids is not None:
+        raise ValueError(
+            f"{directory} holds a language model, which reads no target layers; leave layer_ids out"
+        )
+    modules = note_of_modules(opened) if is_model and source != OWN_MODULES else ""
+    is_own = target.source is not None and directory.resolve() == target.source.resolve()
+    if source == OWN_MODULES or (modules and is_own):
+        checkpoint = modules_of(opened, target.model.config)
+    elif is_model:
+        # A language model becomes a draft model.
         model = _load_model(directory, precision, None, target.mesh, str(source), target.weights)
-        return draft_model(model, target)
+        drafter = draft_model(model, target)
+        note = f"{modules}; it drafts as a language model for this target" if modules else ""
+        return dataclasses.replace(drafter, note=note)
+    else:
+        checkpoint = head_of(opened, target.model.config, layer_ids=layer_ids)
 
-    checkpoint = head_of(opened, target.model.config, layer_ids=layer_ids)
     tables = target.model.tables(target.params)
     drafter, params = make_drafter(checkpoint, tables, precision, target.mesh, target.weights)
-    method = f"{HEADS[opened.kind].title(checkpoint.config)} head ({checkpoint.dialect} layout)"
+    method = HEADS[checkpoint.method].title(checkpoint.config)
+    if checkpoint.dialect == "target":
+        method = f"{method} in the target's files"
+    else:
+        method = f"{method} head ({checkpoint.dialect} layout)"
     return LoadedDrafter(
         drafter, params, str(source or "the bundled head"), method, checkpoint.note
     )
@@ -217,4 +245,6 @@ def named_drafter(source: str, target: LoadedTarget) -> LoadedDrafter | Drafter[
     name, number = parts_of(source)
     if name == "layer-skip":
         return layer_skip(target, number)
+    if name == OWN_MODULES:
+        return load_drafter(name, target=target)
     return {"ngram": NGram, "suffix": Suffix, "none": lambda: None}[name]()

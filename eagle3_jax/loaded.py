@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -39,6 +40,7 @@ class LoadedTarget:
         weights: How kernels are stored: ``dense``, ``fp8``, ``fp8-dynamic`` or ``int8``.
         bound: The reason if ``max_positions`` is lower than the model's own limit; else empty.
         chat_template: The chat template; ``None`` if the model has none.
+        source: The directory or GGUF file that it was read from; ``None`` for a target of your own.
     """
 
     model: TargetModel
@@ -52,6 +54,7 @@ class LoadedTarget:
     weights: str = "dense"
     bound: str = ""
     chat_template: ChatTemplate | None = None
+    source: Path | None = None
 
     @property
     def holds(self) -> str:
@@ -204,5 +207,6 @@ def _facts(part: Any, params: Any) -> list[str]:
 def shape_of(drafter: Drafter[Any]) -> str:
     """Returns the shape of a draft in words."""
     if getattr(drafter, "is_chain", False):
-        return f"chain K={drafter.max_depth}"
+        note = getattr(drafter, "shape_note", "")
+        return f"chain K={drafter.max_depth}" + (f" ({note})" if note else "")
     return f"tree of {drafter.num_nodes} nodes, {drafter.max_depth} deep"

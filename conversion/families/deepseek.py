@@ -13,7 +13,7 @@ from typing import Any
 
 from eagle3_jax.conversion import blocks, hf_config
 from eagle3_jax.conversion.errors import CheckpointError
-from eagle3_jax.conversion.families.family import Family, Wrapper
+from eagle3_jax.conversion.families.family import BEHIND, Family, Wrapper
 from eagle3_jax.conversion.fields import Fields, read_from
 from eagle3_jax.conversion.rules import Part, Rule, linear, norm
 from eagle3_jax.models.config import DecoderConfig, Latent, LayerConfig, RopeConfig
@@ -186,7 +186,13 @@ def latent(config: Latent, source: str, path: str) -> list[Rule]:
     return rules + linear(f"{source}.o_proj", f"{path}.o", bias=config.bias)
 
 
+def _of_types(fields: Fields, count: int) -> dict[str, Any]:
+    types = {"mlp_layer_types": [_SPARSE] * count} if fields.get("mlp_layer_types") else {}
+    return {**types, "first_k_dense_replace": 0}
+
+
 _rules = functools.partial(blocks.decoder, parts={Latent: latent})
+_MODULES = BEHIND._replace(fields=_of_types)
 
 FAMILIES = (
     *(
@@ -197,7 +203,7 @@ FAMILIES = (
             read_config,
             write_fields,
             _rules,
-            drafting_layer=True,
+            modules=BEHIND,
         )
         for name, label in (("deepseek_v3", "DeepSeek V3"), ("kimi_k2", "Kimi K2"))
     ),
@@ -208,7 +214,7 @@ FAMILIES = (
         functools.partial(read_config, by_types=True),
         functools.partial(write_fields, by_types=True),
         _rules,
-        drafting_layer=True,
+        modules=_MODULES,
     ),
     *(
         Family(
@@ -219,7 +225,7 @@ FAMILIES = (
             functools.partial(refuse_to_write, label=label),
             _rules,
             excluded=(_INDEXER,),
-            drafting_layer=True,
+            modules=_MODULES,
         )
         for name, label, architecture in (
             ("deepseek_v32", "DeepSeek V3.2", "DeepseekV32ForCausalLM"),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from eagle3_jax.conversion import blocks, hf_config
 from eagle3_jax.conversion.errors import CheckpointError
 from eagle3_jax.conversion.fields import Fields
-from eagle3_jax.conversion.rules import Rule, any_of
+from eagle3_jax.conversion.rules import Rule, any_of, numbers_in
 from eagle3_jax.models.config import DecoderConfig
 
 Tensor = TypeVar("Tensor")
@@ -22,6 +22,52 @@ _OUTER_FIELDS = (
     "pad_token_id",
     "quantization_config",
 )
+
+
+class Modules(NamedTuple):
+    """Modules for multi-token prediction (MTP) in the files of a target."""
+
+    layout: str  #: Their names, a layout of ``conversion.heads.mtp``.
+    #: Pattern of the names of their tensors; empty for modules that are stored as further layers.
+    pattern: str = ""
+    #: Pattern whose group is the number of a module.
+    number: str = r"model\.layers\.(\d{1,9})\.eh_proj\."
+    #: Returns the fields of ``config.json`` by which the layers of some modules differ from the
+    #: target's.
+    fields: Callable[[Fields, int], Mapping[str, Any]] = lambda fields, count: {}
+    #: Whether they read the target's state after its final norm, and whether the embedding at
+    #: position 0 counts as zero. transformers does the first and not the second, in every family
+    #: whose modules it drafts with.
+    normed_state: bool = True
+    zero_first: bool = False
+
+    def numbers(self, names: Collection[str], num_layers: int) -> list[int]:
+        """Returns the numbers of the modules in a file, which begin with 0."""
+        first = 0 if self.pattern else num_layers
+        return sorted(
+            number - first for number in numbers_in(names, self.number) if number >= first
+        )
+
+    def names(self, names: Collection[str], num_layers: int) -> set[str]:
+        """Returns the names of the modules' tensors in a file."""
+        pattern = self.pattern or any_of(
+            *(
+                rf"model\.layers\.{num_layers + number}\..*"
+                for number in self.numbers(names, num_layers)
+            )
+        )
+        return set(filter(re.compile(pattern).fullmatch, names))
+
+    def described(self, fields: Fields, count: int) -> Fields:
+        """Returns the fields of a target whose layers are those of ``count`` modules."""
+        changed = {"num_hidden_layers": count, **self.fields(fields, count)}
+        return fields._replace(values={**fields.values, **changed})
+
+
+# Modules behind the layers, whose blocks have experts however many layers of the target are dense.
+BEHIND = Modules("deepseek", fields=lambda fields, count: {"first_k_dense_replace": 0})
+# Modules under a name of their own, as Qwen3-Next has them.
+MTP = Modules("qwen", pattern=r"mtp\..*", number=r"mtp\.layers\.(\d{1,9})\.")
 
 
 class Family(NamedTuple):
@@ -43,16 +89,19 @@ class Family(NamedTuple):
     #: Patterns of tensors that do not belong to the target. They are left out, and are not written
     #: again.
     excluded: tuple[str, ...] = ()
-    #: Whether a module for multi-token prediction may be stored as one more layer. It is left out,
-    #: too.
-    drafting_layer: bool = False
+    #: The modules for multi-token prediction that a file may hold. They do not belong to the
+    #: target, and draft for it (``--drafter mtp``).
+    modules: Modules | None = None
 
     def select(self, tensors: Mapping[str, Tensor], num_layers: int) -> dict[str, Tensor]:
         """Returns the tensors of the target, without those that are left out."""
         excluded = any_of(*self.excluded)
-        if self.drafting_layer and f"model.layers.{num_layers}.eh_proj.weight" in tensors:
-            excluded = any_of(*self.excluded, rf"model\.layers\.{num_layers}\..*")
-        return {name: value for name, value in tensors.items() if not excluded.fullmatch(name)}
+        drafting = self.modules.names(tensors, num_layers) if self.modules else set()
+        return {
+            name: value
+            for name, value in tensors.items()
+            if name not in drafting and not excluded.fullmatch(name)
+        }
 
     def table(self, config: DecoderConfig, names: Collection[str]) -> list[Rule]:
         """Returns the rules that fit the names of a file; ``rules`` if none fits."""

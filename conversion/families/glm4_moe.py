@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from eagle3_jax.conversion import hf_config
-from eagle3_jax.conversion.families.family import Family
+from eagle3_jax.conversion.families.family import BEHIND, Family
 from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.models.config import DecoderConfig, LayerConfig, grouped
 
@@ -45,5 +45,5 @@ FAMILY = Family(
     architecture="Glm4MoeForCausalLM",
     read_config=read_config,
     write_fields=write_fields,
-    drafting_layer=True,
+    modules=BEHIND,
 )

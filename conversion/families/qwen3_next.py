@@ -14,7 +14,7 @@ from typing import Any
 
 from eagle3_jax.conversion import blocks, hf_config
 from eagle3_jax.conversion.errors import CheckpointError
-from eagle3_jax.conversion.families.family import Family, Wrapper
+from eagle3_jax.conversion.families.family import MTP, Family, Wrapper
 from eagle3_jax.conversion.families.qwen import read_sparse_layers, sparse_fields
 from eagle3_jax.conversion.fields import Fields, read_from
 from eagle3_jax.conversion.rules import COMPLETE, Rule, in_turns, linear, norm
@@ -170,7 +170,13 @@ def _delta_rules(config: GatedDelta, source: str, path: str, *, grouped: bool) -
     return rules
 
 
-_MODULE = (r"mtp\..*",)  # tensors of multi-token prediction
+def _of_modules(fields: Fields, count: int) -> dict[str, Any]:
+    """Every module has attention, and experts if layers of the target have them."""
+    del fields
+    return {"layer_types": [_FULL] * count, "mlp_only_layers": [], "decoder_sparse_step": 1}
+
+
+_MODULES = MTP._replace(fields=_of_modules)
 
 
 def _rules(*, grouped: bool = False, kernels: blocks.PartRules = blocks.separate) -> Any:
@@ -185,7 +191,7 @@ def _wrapper(model_type: str, label: str) -> Wrapper:
         label=label,
         texts={f"{model_type}_text": f"{model_type}_text"},
         prefixes=(("model.language_model.", "model."),),
-        ignored=(r"(model\.)?visual\..*", r"mtp\..*"),
+        ignored=(r"(model\.)?visual\..*",),
     )
 
 
@@ -199,7 +205,7 @@ FAMILIES = (
         read_config,
         write_fields,
         rules=_rules(grouped=True),
-        excluded=_MODULE,
+        modules=_MODULES,
     ),
     Family(
         "qwen3_5_text",
@@ -208,7 +214,7 @@ FAMILIES = (
         read_dense,
         mixer_fields,
         rules=_rules(),
-        excluded=_MODULE,
+        modules=_MODULES,
     ),
     Family(
         "qwen3_5_moe_text",
@@ -218,7 +224,7 @@ FAMILIES = (
         _sparse_fields,
         rules=_rules(),
         alternatives=(_rules(kernels=_STACKED),),
-        excluded=_MODULE,
+        modules=_MODULES,
     ),
 )
 WRAPPERS = (

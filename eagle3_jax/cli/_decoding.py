@@ -151,7 +151,8 @@ def open_decoder(
         length = max(least, default_draft_length(batch, weights=models.weights))
         if not length:
             head = None
-        elif length != default_draft_length():
+        # A drafter with another default keeps it, such as several MTP modules.
+        elif length != default_draft_length() == drafter.max_depth:
             options["num_speculative_tokens"] = length
 
     verifier = read_verifier(draft.verifier)

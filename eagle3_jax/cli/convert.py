@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._options import CHECKPOINT, LayerIdsOption
 
 EXAMPLE = "Example: eagle3 convert ./EAGLE3-LLaMA3.1-Instruct-8B ./head --target ./llama-3.1-8b"
@@ -14,7 +15,13 @@ EXAMPLE = "Example: eagle3 convert ./EAGLE3-LLaMA3.1-Instruct-8B ./head --target
 
 def convert(
     src: Annotated[
-        str, typer.Argument(help=f"{CHECKPOINT} of a checkpoint in any supported layout.")
+        str,
+        typer.Argument(
+            help=(
+                f"{CHECKPOINT} of a checkpoint in any supported layout, or 'mtp' for the modules in"
+                " the files of --target."
+            )
+        ),
     ],
     dst: Annotated[Path, typer.Argument(help="Directory to create; it must not exist.")],
     *,
@@ -24,8 +31,8 @@ def convert(
             metavar="LAYOUT",
             help=(
                 "Layout to write: jax (native), vllm, or another layout of the head's method"
-                " (eagle, sglang, medusa, speculators, deepseek, mimo). Default: vllm, and for MTP"
-                " modules deepseek."
+                " (eagle, sglang, medusa, speculators, deepseek, mimo). Default: vllm; for an MTP"
+                " module deepseek, for those in a target's files jax."
             ),
         ),
     ] = None,
@@ -39,14 +46,23 @@ def convert(
     A checkpoint that the layout cannot express exactly is refused.
     """
     from eagle3_jax import conversion
-    from eagle3_jax.files.sources import locate
+    from eagle3_jax.files.sources import OWN_MODULES, locate
     from eagle3_jax.theory.known_models import similar_targets
 
+    modules = src == OWN_MODULES
+    if modules and target is None:
+        raise Misuse(f"{src} names modules in the files of a target; add --target")
+    source = str(target) if modules else src
     config = None
     if target is not None:
         path = locate(target, "target", suggest=similar_targets)
         config = conversion.read_target(path).config
     recognized, written = conversion.convert(
-        locate(src, "target", suggest=similar_targets), dst, to, target=config, layer_ids=layer_ids
+        locate(source, "target", suggest=similar_targets),
+        dst,
+        to,
+        target=config,
+        layer_ids=layer_ids,
+        modules=modules,
     )
     typer.echo(f"read {src} ({recognized} layout), wrote {dst} ({written} layout)")

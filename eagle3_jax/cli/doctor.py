@@ -18,7 +18,7 @@ from eagle3_jax.cli._options import (
 from eagle3_jax.cli._parts import fetch_first
 from eagle3_jax.cli._printing import Page, print_page, table_of
 from eagle3_jax.devices.compilation import keep_compiled_programs
-from eagle3_jax.files.sources import is_named, locate
+from eagle3_jax.files.sources import OWN_MODULES, is_named, locate
 
 EXAMPLE = """\b
 Examples:
@@ -38,8 +38,9 @@ def doctor(
         str | None,
         typer.Option(
             help=(
-                f"{CHECKPOINT} of a head of any method, or of a draft model. Default: the bundled"
-                " head; with --target none, and the target is checked alone."
+                f"{CHECKPOINT} of a head of any method, or of a draft model, or 'mtp' for the"
+                " modules in the target's files. Default: the bundled head; with --target none,"
+                " and the target is checked alone."
             )
         ),
     ] = None,
@@ -71,7 +72,7 @@ def doctor(
             f"{option} is about a drafter, and --target was given without --drafter; add one, or"
             " leave it out"
         )
-    if is_named(drafter):
+    if is_named(drafter) and drafter != OWN_MODULES:
         raise Misuse(
             f"--drafter {drafter} has no files to check; name a head or a draft model, or check"
             " --target alone"
@@ -80,7 +81,9 @@ def doctor(
     fetch_first(target, drafter)
     keep_compiled_programs(compilation_cache)
     target_path = locate(target, "target")
-    drafter_path = None if is_alone else locate(drafter, "eagle3")
+    # Modules in the target's files have no directory of their own.
+    is_elsewhere = not is_alone and drafter != OWN_MODULES
+    drafter_path = locate(drafter, "eagle3") if is_elsewhere else drafter
     token_ids = None if prompts is None else _token_ids(prompts, target_path)
     diagnosis = diagnose(target_path, drafter_path, prompts=token_ids, layer_ids=layer_ids)
 

@@ -162,6 +162,13 @@ class FeedbackState(struct.PyTreeNode, kw_only=True):
     root: Int[Array, " B"]
 
 
+def following(seen: Observation) -> Int[Array, "B T"]:
+    """Returns ``x_{t+1}``: the next committed token, after the last of them the target's choice."""
+    next_tokens = jnp.concatenate([seen.tokens[:, 1:], seen.next_token[:, None]], axis=1)
+    is_last = indices(next_tokens.shape[1])[None, :] == seen.length[:, None] - 1
+    return jnp.where(is_last, seen.next_token[:, None], next_tokens)
+
+
 @dataclasses.dataclass(frozen=True)
 class Eagle3Drafter(NetworkDrafter):
     """Drafts a chain or a tree with an EAGLE-3 head.
@@ -201,13 +208,8 @@ class Eagle3Drafter(NetworkDrafter):
         Only these enter its cache.
         """
         head = self.bind(params)
-        count = seen.tokens.shape[1]
-
-        # x_{t+1} is the next committed token, and after the last of them the target's choice.
-        next_tokens = jnp.concatenate([seen.tokens[:, 1:], seen.next_token[:, None]], axis=1)
-        is_last = indices(count)[None, :] == seen.length[:, None] - 1
-        next_tokens = jnp.where(is_last, seen.next_token[:, None], next_tokens)
-
+        next_tokens = following(seen)
+        count = next_tokens.shape[1]
         positions = state.cache.length[:, None] + indices(count)[None, :]
         past = attention_contexts(
             self.config.layers, causal_mask(count), positions, state.cache, is_chain=True

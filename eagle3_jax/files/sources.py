@@ -24,7 +24,15 @@ FETCHED = (
 )
 
 #: The form of each named drafter: its name, or ``name=E`` with a whole number.
-NAMED = {"ngram": "ngram", "suffix": "suffix", "layer-skip": "layer-skip=E", "none": "none"}
+NAMED = {
+    "ngram": "ngram",
+    "suffix": "suffix",
+    "layer-skip": "layer-skip=E",
+    "mtp": "mtp",
+    "none": "none",
+}
+#: The named drafter that is in the target's own files.
+OWN_MODULES = "mtp"
 FORMS = ", ".join(map(repr, NAMED.values()))
 #: Prefix of a head: n-grams of at least two tokens draft if the text has a match, else the head.
 LOOKUP_FIRST = "ngram+"

@@ -208,13 +208,14 @@ def _count(
 def _layer_index(names: list[str]) -> int | None:
     """Returns the layer of a parameter.
 
-    ``blocks.2`` of a target is layer 2, ``upper_layers.0`` of a head layer 1.
+    ``blocks.2`` of a target is layer 2. Of a head, ``upper_layers.0`` is layer 1, and so is
+    ``later.0.block`` of its further modules.
     """
     if names[0] in ("first", "block"):
         return 0
     if names[0] == "blocks":
         return int(names[1])
-    if names[0] == "upper_layers":
+    if names[0] == "upper_layers" or (names[0] == "later" and "block" in names):
         return int(names[1]) + 1
     return None
 

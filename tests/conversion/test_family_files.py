@@ -659,6 +659,27 @@ def test_the_language_model_of_a_qwen_with_images_is_read(tmp_path: Path, name: 
     assert conversion.describe(directory).kind == f"target: {FAMILIES[name].label}"
 
 
+def test_mimo_is_qwen2_with_a_module_that_is_left_out(saved: Any, tmp_path: Path) -> None:
+    """transformers does not know MiMo, and its own code derives from Qwen2's."""
+    directory = saved("qwen2")
+    qwen2 = conversion.read_target(directory)
+    module = {"model.mtp_layers.0.input_proj.weight": np.ones((2, 2), np.float32)}
+    config = json.loads((directory / "config.json").read_text())
+    published = {"model_type": "mimo", "attention_bias": True, "head_dim": 8}
+    mimo = read_from(
+        tmp_path / "mimo",
+        config | published,
+        load_file(directory / "model.safetensors") | module,
+    )
+    assert mimo.family == FAMILIES["mimo"]
+    assert same_target(mimo, qwen2)
+
+    conversion.write_target(mimo, tmp_path / "again")
+    assert same_target(conversion.read_target(tmp_path / "again"), mimo)
+    with pytest.raises(CheckpointError, match="attention_bias is False; only True is supported"):
+        read_config(Fields(config | published | {"attention_bias": False}, "config.json"))
+
+
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text"])
 def test_a_module_that_drafts_is_left_out(tmp_path: Path, name: str) -> None:
     params, tensors = written(name)

@@ -38,6 +38,10 @@ TABLE = {
     "DFlash, z-lab's layout": Recording(
         "dflash_qwen3_full", 4, drafter="drafter_zlab", target="dflash_qwen3"
     ),
+    "MTP of DeepSeek V3": Recording("deepseek_v3_mtp1", 1, drafter="mtp"),
+    "two MTP modules of DeepSeek V3": Recording("deepseek_v3_mtp2", 2, drafter="mtp"),
+    "MTP of GLM-4.5": Recording("glm4_moe_mtp1", 1, drafter="mtp"),
+    "MTP of Mellum 2": Recording("mellum_mtp1", 1, drafter="mtp"),
 }
 
 

@@ -14,13 +14,20 @@ import tiny
 
 from eagle3_jax.decode import LoadedDrafter
 from eagle3_jax.drafters import Fallback, Markov, NGram, Plain, Suffix, layer_skip
-from eagle3_jax.models.config import GatedMLP, Latent, LayerConfig, uniform
+from eagle3_jax.models.config import Experts, GatedMLP, Latent, LayerConfig, uniform
 from eagle3_jax.topology import Chain, DynamicTree
 from eagle3_jax.types import DraftSampling
 
 TARGET = tiny.target(13)
 PROBABILISTIC = DraftSampling.PROBABILISTIC
 TREE = DynamicTree(num_nodes=9, max_depth=3, top_k=3)
+# A block of DeepSeek V3.
+LATENT = (
+    LayerConfig(
+        mixer=Latent(num_heads=4, q_rank=6, kv_rank=8, nope_dim=4, rope_dim=4, value_dim=6),
+        mlp=Experts(num_experts=4, per_token=2, width=12, router="sigmoid", shared_width=12),
+    ),
+)
 # Some rows of a batch match, others do not.
 RARE = NGram(2, min_ngram=2)
 
@@ -52,6 +59,11 @@ ALL_DRAFTERS: dict[str, Callable[[], LoadedDrafter]] = {
         TARGET, tiny.STATIC_TREE, num_layers=2, draft_sampling=PROBABILISTIC
     ),
     "MTP chain": lambda: tiny.mtp(TARGET, Chain(3), own_output=True),
+    "MTP dynamic tree of latents and experts": lambda: tiny.mtp(TARGET, TREE, layers=LATENT),
+    "MTP modules, a chain": lambda: tiny.mtp(TARGET, Chain(3), layers=tiny.layers(2, window=4)),
+    "MTP modules, a sampled chain": lambda: tiny.mtp(
+        TARGET, Chain(3), layers=(*tiny.layers(1), *LATENT), draft_sampling=PROBABILISTIC
+    ),
     "DFlash chain": lambda: tiny.dflash(TARGET, Chain(3), draft_vocab_size=7),
     "DSpark sampled chain": lambda: tiny.dflash(
         TARGET, draft_sampling=PROBABILISTIC, block_size=3, from_anchor=True, markov=Markov(rank=4)

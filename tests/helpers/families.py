@@ -185,6 +185,19 @@ RECIPES = {
         {**_EXPERTS, **_DELTA, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 24} | _mrope(1e7),
         3,
     ),
+    "mellum": Recipe(
+        "mellum",
+        {
+            **_EXPERTS, "head_dim": 12, "attention_bias": True, "norm_topk_prob": False, "sliding_window": 5,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            "mlp_layer_types": ["sparse", "dense", "dense", "sparse"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": _YARN,
+            },
+        },
+        58,
+    ),
     "gemma2": Recipe(
         "gemma2",
         {

@@ -67,6 +67,7 @@ DRAFTERS = {
     ),
     "EAGLE-1's tree": lambda: tiny.eagle1(TARGET, PUBLISHED_TREES["eagle-25"]),
     "an MTP chain of 1": lambda: tiny.mtp(TARGET, Chain(1)),
+    "a chain of three MTP modules": lambda: tiny.mtp(TARGET, Chain(4), layers=tiny.layers(3)),
     "a random block": lambda: tiny.dflash(TARGET, causal=True),
     "a random tree of a block": lambda: tiny.dflash(
         TARGET,

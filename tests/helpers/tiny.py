@@ -181,18 +181,13 @@ def eagle1(
     )
 
 
-def mtp(target: LoadedTarget, topology: Topology = Chain(3), **options: Any) -> LoadedDrafter:
-    """Returns a random MTP module for a target."""
+def mtp(
+    target: LoadedTarget, topology: Topology | None = Chain(3), **options: Any
+) -> LoadedDrafter:
+    """Returns random MTP modules for a target, by default one."""
     depth = target.model.config.num_layers
-    return _random_drafter(
-        target,
-        MTPDrafter,
-        MTPConfig,
-        topology,
-        layers=layers(1),
-        num_target_layers=depth,
-        **options,
-    )
+    fields = {"layers": layers(1), "num_target_layers": depth}
+    return _random_drafter(target, MTPDrafter, MTPConfig, topology, **{**fields, **options})
 
 
 def dflash(

@@ -121,6 +121,10 @@ HEADS: dict[str, tuple[LoadedTarget, Callable[[LoadedTarget], LoadedDrafter]]] =
         lambda target: tiny.p_eagle(target, Chain(3), draft_vocab_size=3, **SAMPLED),
     ),
     "an MTP chain of sampled tokens": (FLAX, lambda target: tiny.mtp(target, Chain(3), **SAMPLED)),
+    "three MTP modules' chain of sampled tokens": (
+        FLAX,
+        lambda target: tiny.mtp(target, Chain(4), layers=tiny.layers(3), **SAMPLED),
+    ),
     "a Medusa static tree of sampled tokens": (
         FLAX,
         lambda target: tiny.medusa(target, tiny.STATIC_TREE, **SAMPLED),

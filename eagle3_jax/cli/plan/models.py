@@ -5,16 +5,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eagle3_jax.cli._errors import Misuse
-from eagle3_jax.files.sources import is_named, locate, parts_of, similar_drafters
+from eagle3_jax.files.sources import (
+    OWN_MODULES,
+    is_named,
+    locate,
+    parts_of,
+    similar_drafters,
+)
 from eagle3_jax.models.config import DecoderConfig, Eagle3Config, usual_head
 from eagle3_jax.theory.known_models import KNOWN_MODELS, known_name, similar_targets
 from eagle3_jax.theory.sizes import Parameters, Sizes, head_sizes, sizes_of
 
 if TYPE_CHECKING:
     from eagle3_jax.conversion.fields import Fields
+    from eagle3_jax.conversion.heads import HeadKind
 
 # Published heads were built for this many positions, however long the sequences of their targets
 # are.
@@ -64,6 +71,8 @@ def read_head(source: str | None, target: Target, *, bundled: bool) -> Head:
     """
     if source == "none":
         return Head("none", None)
+    if source == OWN_MODULES:
+        return _own_modules(target, bundled=bundled)
     if source is not None and is_named(source):
         return _named(source, target)
     if source is None and not bundled:
@@ -84,9 +93,33 @@ def read_head(source: str | None, target: Target, *, bundled: bool) -> Head:
     config = kind.read_config(fields, target.config)
     if type(config) is Eagle3Config:
         return Head(name, config)
-    drafter = kind.classes[1](config)
+    return Head(name, _sizes_of_head(kind, config, target))
+
+
+def _sizes_of_head(kind: HeadKind, config: Any, target: Target) -> Sizes:
     output = target.config.vocab_size * target.config.width
-    return Head(name, head_sizes(drafter, f"{kind.title(config)} head", output))
+    return head_sizes(kind.classes[1](config), f"{kind.title(config)} head", output)
+
+
+def _own_modules(target: Target, *, bundled: bool) -> Head:
+    """Returns the sizes of the MTP modules that the target's ``config.json`` states."""
+    from eagle3_jax.conversion.families import described
+    from eagle3_jax.conversion.heads import HEADS
+    from eagle3_jax.conversion.heads.mtp import modules_config
+
+    if target.name in KNOWN_MODELS:
+        raise Misuse(
+            f"--drafter {OWN_MODULES}: {target.name} is known by its layers alone; give the"
+            " directory with its config.json as --target"
+        )
+    fields = _fields(None if bundled else target.name, "target")
+    family, text_fields, _ = described(fields)
+    config = modules_config(text_fields, family)
+    if config is None:
+        raise Misuse(
+            f"--drafter {OWN_MODULES}: {fields.where} states no MTP modules; name another drafter"
+        )
+    return Head(OWN_MODULES, _sizes_of_head(HEADS["mtp"], config, target))
 
 
 def _language_model(fields: Fields, target: Target) -> Sizes:
