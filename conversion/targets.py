@@ -67,10 +67,10 @@ def read_target(stored: Stored, extra_family: Family | None = None) -> TargetChe
 
     config = family.read_config(fields)
     head = tensors.get("lm_head.weight")
-    known = ()
+    known = _zero_biases(tensors) if quantisation and quantisation.zero_biases else ()
     if config.tie_embeddings and head is not None:
         # Some writers store the tied projection as well. It may only repeat the embedding.
-        known = (r"lm_head\.weight",)
+        known = (*known, r"lm_head\.weight")
         if not np.array_equal(head, tensors.get("model.embed_tokens.weight", head)):
             raise CheckpointError(
                 f"{directory}: tie_word_embeddings is true but lm_head.weight differs from"
@@ -91,6 +91,12 @@ def read_target(stored: Stored, extra_family: Family | None = None) -> TargetChe
         dtype=rules.main_dtype(params) if quantisation is None else _dense_dtype(fields),
         quantisation=quantisation,
     )
+
+
+def _zero_biases(tensors: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns patterns of the biases that are zero throughout."""
+    biases = (name for name in tensors if name.endswith(".bias"))
+    return tuple(re.escape(name) for name in biases if not np.any(tensors[name]))
 
 
 def dense_params(checkpoint: TargetCheckpoint) -> Params:

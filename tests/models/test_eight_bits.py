@@ -20,7 +20,7 @@ from quantised import plain, written
 
 import eagle3_jax as e3
 from eagle3_jax.devices.sharding import param_shardings
-from eagle3_jax.models.quantised import EightBitKernel, Fp8Kernel, eight_bit_shapes, quantise_int8
+from eagle3_jax.models.quantised import Fp8Kernel, QuantisedKernel, quantise_int8, quantised_shapes
 from eagle3_jax.topology import Chain, DynamicTree
 
 PROMPTS = ([1, 17, 5, 42], [9, 3])
@@ -68,7 +68,7 @@ def test_a_drafter_has_the_weights_of_its_target_and_changes_nothing(
     dense = e3.load_drafter(files, target=e3.load_target(path))
     drafter = e3.load_drafter(files, target=target)
 
-    is_kernel = lambda leaf: isinstance(leaf, EightBitKernel)
+    is_kernel = lambda leaf: isinstance(leaf, QuantisedKernel)
     kernels = list(filter(is_kernel, jax.tree.leaves(drafter.params, is_leaf=is_kernel)))
     assert kernels
     assert all(kernel.dynamic == (weights != "fp8") for kernel in kernels)
@@ -121,7 +121,7 @@ def test_scales_are_divided_as_their_values_are(
 
 def test_a_mesh_divides_the_kernels_of_a_model() -> None:
     model: Any = tiny.target(60).model
-    shapes = eight_bit_shapes(model.param_shapes(), model.param_products(), "fp8")
+    shapes = quantised_shapes(model.param_shapes(), model.param_products(), "fp8")
     shardings = param_shardings(MESH, model, shapes)["blocks"][0]["attention"]
     assert shardings["qkv"]["kernel"].values.spec == ROWS
     assert shardings["qkv"]["kernel"].scale.spec == PartitionSpec(None, "model")

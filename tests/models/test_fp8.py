@@ -23,7 +23,7 @@ from eagle3_jax.models.config import DecoderConfig, Experts, LayerConfig
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision, product
 from eagle3_jax.models.mixture import Stack, gather_chosen, loop_over_runs, mixture, run_all
-from eagle3_jax.models.quantised import LAYER, Fp8Kernel, eight_bit_shapes, quantise
+from eagle3_jax.models.quantised import LAYER, Fp8Kernel, quantise, quantised_shapes
 from eagle3_jax.models.routers import Routing
 
 # One of each network: the others have the same kernels in other files.
@@ -211,7 +211,7 @@ def test_a_dense_target_is_rounded_where_products_read_it_and_nowhere_else(tmp_p
     assert len(kernels) == 4 * LAYERS
 
     model: Any = fp8.model
-    expected = eight_bit_shapes(model.param_shapes(), model.param_products(), "fp8")
+    expected = quantised_shapes(model.param_shapes(), model.param_products(), "fp8")
     assert jax.tree.map(lambda leaf: leaf.shape, fp8.params) == jax.tree.map(
         lambda leaf: leaf.shape, expected
     )
