@@ -37,6 +37,7 @@ from eagle3_jax.conversion.quantised.decoding import (
 )
 
 _NVFP4 = Scheme("group", (1, 16), 4)
+_NVFP4_BITS = 4 + 8 / 16
 _NVFP4_WORDS = "a scale for 16 inputs of an output and one for the tensor"
 _FILE = "hf_quant_config.json"  # of Model Optimizer, next to config.json
 
@@ -55,6 +56,9 @@ class Format(NamedTuple):
     """A quantisation as ``config.json`` describes it."""
 
     words: str  #: Its name for people.
+    #: Its kind: ``fp8``, ``int8``, ``int4``, ``mxfp4`` or ``nvfp4``.
+    kind: str
+    bits: float  #: Bits of a quantised weight, with its share of scales and zero points.
     layouts: tuple[Layout, ...]  #: The layouts of its tensors.
     #: Patterns of the names of tensors that belong to quantised ones and are not needed for their
     #: weights.
@@ -84,7 +88,7 @@ def read_quantised(
         fields: The ``config.json`` of the checkpoint.
         directory: The directory of the checkpoint.
     """
-    format = _format_of(fields, directory)
+    format = format_of(fields, directory)
     if format is None:
         return dict(tensors), None
 
@@ -150,6 +154,8 @@ def _read_fp8(fields: Fields) -> Format:
 
     return Format(
         words=words,
+        kind="fp8",
+        bits=8.0,
         layouts=(
             Layout("_scale_inv", "", "", functools.partial(scaled, scheme=scheme, dtype=E4M3)),
         ),
@@ -160,6 +166,8 @@ def _read_fp8(fields: Fields) -> Format:
 def _read_fbgemm(fields: Fields) -> Format:
     return Format(
         words="fp8 of fbgemm, a scale for every output",
+        kind="fp8",
+        bits=8.0,
         layouts=(
             _matrices(Scheme("channel")),
             Layout("_proj_scale", "_proj", "_proj", fused_experts),
@@ -181,6 +189,8 @@ def _read_modelopt(fields: Fields) -> Format:
         extra = (r".*\.weight_scale_2",)
     return Format(
         words=words,
+        kind="fp8" if algorithm == "FP8" else "nvfp4",
+        bits=8.0 if algorithm == "FP8" else _NVFP4_BITS,
         layouts=(layout,),
         ignored=(r".*\.(input_scale|output_scale)", r".*\.[qkv]_scale", *extra),
     )
@@ -189,6 +199,8 @@ def _read_modelopt(fields: Fields) -> Format:
 def _read_mxfp4(fields: Fields) -> Format:
     return Format(
         words="mxfp4, an exponent for 32 inputs of an output",
+        kind="mxfp4",
+        bits=4 + 8 / 32,
         layouts=(Layout("_scales", "_blocks", "", mxfp4),),
     )
 
@@ -239,6 +251,8 @@ def _read_compressed_tensors(fields: Fields) -> Format:
         )
         return Format(
             words=f"nvfp4 of compressed-tensors, {_NVFP4_WORDS}",
+            kind=words,
+            bits=_NVFP4_BITS,
             layouts=(Layout(".weight_scale", ".weight_packed", ".weight", decode),),
             ignored=(*ignored, r".*\.(weight|input)_global_scale"),
         )
@@ -260,7 +274,13 @@ def _read_compressed_tensors(fields: Fields) -> Format:
         layout = Layout(
             ".weight_scale", ".weight_packed", ".weight", functools.partial(packed, scheme=scheme)
         )
-    return Format(f"{words} of compressed-tensors, {among}", (layout,), ignored)
+    return Format(
+        words=f"{words} of compressed-tensors, {among}",
+        kind=words,
+        bits=_bits(scheme, bits if form == "pack-quantized" else 8),
+        layouts=(layout,),
+        ignored=ignored,
+    )
 
 
 def _weights(fields: Fields) -> Fields:
@@ -335,7 +355,15 @@ def _group_scheme(fields: Fields, bits: int) -> tuple[Scheme, str]:
         return Scheme("group", (1, 0), bits), "a scale and a zero point for every output"
     size = fields.size("group_size")
     among = f"a scale and a zero point for {size} inputs of an output"
-    return Scheme("group", (1, size), bits), among
+    return Scheme("group", (1, size), bits, symmetric=False), among
+
+
+def _bits(scheme: Scheme, stored: int) -> float:
+    """Returns the bits of a weight with its share of a scale of 16 bits and a zero point."""
+    size = scheme.block[1]
+    if scheme.strategy != "group" or not size:
+        return float(stored)
+    return stored + (16 + (0 if scheme.symmetric else stored)) / size
 
 
 def _read_awq(fields: Fields) -> Format:
@@ -347,7 +375,13 @@ def _read_awq(fields: Fields) -> Format:
     fields.one_of("backend", ("autoawq", "auto"), "autoawq")
     scheme, among = _group_scheme(fields, 4)
     layout = Layout(".scales", ".qweight", ".weight", functools.partial(awq, scheme=scheme))
-    return Format(f"int4 of AWQ, {among}", (layout,), (r".*\.qzeros",))
+    return Format(
+        words=f"int4 of AWQ, {among}",
+        kind="int4",
+        bits=_bits(scheme, 4),
+        layouts=(layout,),
+        ignored=(r".*\.qzeros",),
+    )
 
 
 def _read_gptq(fields: Fields) -> Format:
@@ -365,8 +399,14 @@ def _read_gptq(fields: Fields) -> Format:
     scheme, among = _group_scheme(fields, bits)
     decode = functools.partial(gptq, scheme=scheme, adds_one=form == "gptq")
     layout = Layout(".scales", ".qweight", ".weight", decode)
-    ignored = (r".*\.(qzeros|g_idx)",)
-    return Format(f"int{bits} of GPTQ, {among}", (layout,), ignored, zero_biases=True)
+    return Format(
+        words=f"int{bits} of GPTQ, {among}",
+        kind="int8" if bits == 8 else "int4",
+        bits=_bits(scheme, bits),
+        layouts=(layout,),
+        ignored=(r".*\.(qzeros|g_idx)",),
+        zero_biases=True,
+    )
 
 
 FORMATS: dict[str, Callable[[Fields], Format]] = {
@@ -380,20 +420,26 @@ FORMATS: dict[str, Callable[[Fields], Format]] = {
 }
 
 
-def _format_of(fields: Fields, directory: Path) -> Format | None:
-    """Returns the format of a checkpoint; ``None`` if it is not quantised."""
+def description_of(fields: Fields, directory: Path) -> Fields:
+    """Returns the description of a quantisation; empty if the checkpoint is not quantised."""
     section = "quantization_config"
     owner = fields if fields.get(section) is not None else fields.section("text_config")
+    if owner.get(section) is not None:
+        return owner.section(section)
     # Model Optimizer may describe it in a file of its own.
-    if owner.get(section) is None:
-        path = directory / _FILE
-        values = read_json(path) if path.is_file() else {}
-        optimizer = Fields(values, str(path)).section("quantization")
-        return None if optimizer.get("quant_algo") is None else _read_modelopt(optimizer)
+    path = directory / _FILE
+    values = read_json(path) if path.is_file() else {}
+    optimizer = Fields(values, str(path)).section("quantization")
+    return optimizer if optimizer.get("quant_algo") is not None else optimizer._replace(values={})
 
-    description = owner.section(section)
+
+def format_of(fields: Fields, directory: Path) -> Format | None:
+    """Returns the format of a checkpoint; ``None`` if it is not quantised."""
+    description = description_of(fields, directory)
+    if not description.values:
+        return None
     method = description.get("quant_method")
-    # Some files of Model Optimizer have no quant_method.
+    # Files of Model Optimizer may have no quant_method.
     if method is None and description.get("quant_algo") is not None:
         method = "modelopt"
     if not isinstance(method, str) or method not in FORMATS:
