@@ -227,9 +227,11 @@ def product(
         out = _product(x, kernel.values.T, precision.operands, jnp.float32)
         out *= lax.broadcast_to_rank(kernel.scale[0], out.ndim)
     else:
-        out = _product(
-            x, kernel.dense(precision.operands), precision.operands, precision.activations
-        )
+        if isinstance(kernel, Int4Kernel):
+            # Otherwise XLA dequantises all layers first, and memory holds all of them.
+            x, kernel = lax.optimization_barrier((x, kernel))
+        dense = kernel.dense(precision.operands)
+        out = _product(x, dense, precision.operands, precision.activations)
     return out.astype(precision.activations)
 
 
