@@ -228,11 +228,22 @@ def product(
         out *= lax.broadcast_to_rank(kernel.scale[0], out.ndim)
     else:
         if isinstance(kernel, Int4Kernel):
-            # Otherwise XLA dequantises all layers first, and memory holds all of them.
-            x, kernel = lax.optimization_barrier((x, kernel))
+            kernel = kernel.replace(values=_after(x, kernel.values))
         dense = kernel.dense(precision.operands)
         out = _product(x, dense, precision.operands, precision.activations)
     return out.astype(precision.activations)
+
+
+def _after(x: Array, values: Array) -> Array:
+    """Returns ``values``, as a result that XLA cannot compute before ``x``.
+
+    Otherwise XLA dequantises the kernels of all layers first, and memory holds all of them. Its CPU
+    backend drops barriers before it orders steps.
+    """
+    bits = lax.bitcast_convert_type(x.reshape(-1)[0].astype(jnp.float32), jnp.int32)
+    # Always 0, which XLA does not see.
+    zero = lax.shift_right_logical(bits & 1, 1)
+    return values ^ zero.astype(values.dtype)
 
 
 def _sums_are_small(x: Array, kernel: Int4Kernel) -> bool:
