@@ -346,9 +346,6 @@ def int4_product(
     """
     groups = kernel.scale.shape[-2]
     values = kernel.values.reshape(-1, groups, kernel.block)
-    if kernel.zero is not None:
-        values = values.astype(jnp.int8) - kernel.zero.T[..., None]
-
     rows = x.reshape(-1, groups, kernel.block).astype(operands)
     sums = lax.dot_general(
         rows,
@@ -357,6 +354,10 @@ def int4_product(
         preferred_element_type=jnp.float32,
         precision=precision,
     )
+    if kernel.zero is not None:
+        # Subtracted from the values, XLA would write their differences to memory.
+        of_inputs = jnp.sum(rows.astype(jnp.float32), axis=-1)
+        sums -= of_inputs.T[..., None] * kernel.zero.astype(jnp.float32)[:, None]
     return jnp.sum(sums * kernel.scale[:, None], axis=0).reshape(*x.shape[:-1], -1)
 
 
