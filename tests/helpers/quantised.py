@@ -172,8 +172,8 @@ def dequantised(values: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.n
 def words(values: np.ndarray, places: Sequence[int] = range(8)) -> np.ndarray:
     """Packs eight integers of the last axis in a word; ``places`` has the number of each."""
     packed = np.zeros((*values.shape[:-1], values.shape[-1] // 8), np.uint32)
-    for place, number in enumerate(places):
-        packed |= values[..., number::8] << np.uint32(4 * place)
+    for index, number in enumerate(places):
+        packed |= values[..., number::8] << np.uint32(4 * index)
     return packed.view(np.int32)
 
 

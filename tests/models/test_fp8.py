@@ -264,6 +264,10 @@ def test_commands_say_how_a_target_is_stored(tmp_path: Path, cli: Any) -> None:
     _, out, _ = cli(*command, "--weights", "fp8-dynamic")
     assert "weights: fp8-dynamic; lossless relative to the target with these weights" in out
 
-    code, _, err = cli(*command, "--weights", "int4")
+    _, out, _ = cli(*command, "--weights", "int4")
+    assert "weights: int4; lossless relative to the target with these weights" in out
+
+    code, _, err = cli(*command, "--weights", "int3")
     assert code == 2
-    assert err == "error: weights 'int4' are not known; use one of dense, fp8, fp8-dynamic, int8\n"
+    known = "dense, fp8, fp8-dynamic, int8, int4"
+    assert err == f"error: weights 'int3' are not known; use one of {known}\n"
