@@ -42,7 +42,8 @@ class Description:
     note: str
     #: Format of quantised weights; empty if weights are not quantised or the format is unsupported.
     quantisation: str
-    #: Number of stored floating-point numbers; for a quantised target, of all weights.
+    #: Number of weights of a target, without a module that drafts or an encoder of images. For
+    #: other checkpoints, number of stored floating-point numbers.
     num_parameters: int
     num_bytes: int  #: Bytes of all tensors.
     num_tensors: int  #: Number of stored tensors.
@@ -92,9 +93,11 @@ def describe(directory: str | Path) -> Description:
     num_parameters = sum(dtypes.values())
     words = ""
     target = reading.target
-    if target is not None and target.quantisation is not None:
-        # One stored number may hold several weights.
+    if target is not None:
+        # One stored number may hold several weights, and a file more than the target: a module that
+        # drafts, an encoder of images.
         num_parameters = sum(leaf.size for _, leaf in flatten(target.params))
+    if target is not None and target.quantisation is not None:
         words = target.quantisation.words
 
     return Description(

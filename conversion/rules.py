@@ -19,7 +19,7 @@ import numpy as np
 from eagle3_jax.conversion.errors import CheckpointError, short
 from eagle3_jax.conversion.quantised.arrays import Shaped, kept_as, stored_kernel
 from eagle3_jax.devices.host import copy_blocks
-from eagle3_jax.models.quantised import Fp8Kernel, Int8Kernel
+from eagle3_jax.models.quantised import QuantisedKernel
 
 Array = Any  # of numpy, or computed from quantised tensors (quantised.arrays.Dequantised)
 Params = dict[Any, Any]
@@ -418,10 +418,10 @@ class Joined(Shaped):
 
     @property
     def kept_as(self) -> str:
-        """The kind of kernel that keeps the stored values: ``fp8``, ``int8``, or empty for none."""
+        """The kind of kernel that keeps the stored values; empty for none."""
         return kept_as([piece for _, piece in self._parts])
 
-    def stored_kernel(self) -> Fp8Kernel | Int8Kernel | None:
+    def stored_kernel(self) -> QuantisedKernel | None:
         """Returns the kernel of kind ``kept_as``, bit for bit; ``None`` if there is none."""
         return stored_kernel([(part.view, piece) for part, piece in self._parts], self.shape)
 

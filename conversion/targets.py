@@ -104,10 +104,10 @@ def read_target(stored: Stored, extra_family: Family | None = None) -> TargetChe
 
     config = family.read_config(fields)
     head = tensors.get("lm_head.weight")
-    known = ()
+    known = _zero_biases(tensors) if quantisation and quantisation.zero_biases else ()
     if config.tie_embeddings and head is not None:
         # Some writers store the tied projection as well. It may only repeat the embedding.
-        known = (r"lm_head\.weight",)
+        known = (*known, r"lm_head\.weight")
         if not np.array_equal(head, tensors.get("model.embed_tokens.weight", head)):
             raise CheckpointError(
                 f"{directory}: tie_word_embeddings is true but lm_head.weight differs from"
@@ -128,6 +128,12 @@ def read_target(stored: Stored, extra_family: Family | None = None) -> TargetChe
         dtype=model.dtype_of(params),
         quantisation=model.quantisation,
     )
+
+
+def _zero_biases(tensors: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns patterns of the biases that are zero throughout."""
+    biases = (name for name in tensors if name.endswith(".bias"))
+    return tuple(re.escape(name) for name in biases if not np.any(tensors[name]))
 
 
 def dense_params(checkpoint: TargetCheckpoint) -> Params:

@@ -18,7 +18,7 @@ from eagle3_jax.loaded import LoadedDrafter, LoadedTarget
 from eagle3_jax.models.config import DecoderConfig, GroupedQuery, Latent
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import PRECISIONS, Precision, cast
-from eagle3_jax.models.quantised import check_weights, quantised
+from eagle3_jax.models.quantised import WEIGHTS, check_weights, quantised
 from eagle3_jax.text.template import ChatTemplate
 from eagle3_jax.theory.known_models import similar_targets
 from eagle3_jax.types import Drafter
@@ -58,6 +58,8 @@ def load_target(
         weights: ``dense``; ``fp8``: kernels in FP8; ``fp8-dynamic``: products quantise the
             activations too; ``int8``: both factors of products are int8, which is fastest on CPUs.
             Kernels of an eight-bit file of the same kind stay as stored; others are rounded.
+            ``int4``: kernels that the file has in integers of four bits stay as stored, and no
+            others are rounded.
             Decoding is lossless relative to this quantised target (``docs/checkpoints.md``).
             :func:`load_drafter` stores its drafter's kernels in the same way.
         family: Your ``eagle3_jax.conversion.Family``, in addition to the known ones
@@ -73,7 +75,13 @@ def load_target(
     precision = precision_named(dtype)
     directory = locate(source, "target", suggest=similar_targets)
     return _load_model(
-        directory, precision, family, mesh, str(source or "the bundled target"), weights
+        directory,
+        precision,
+        family,
+        mesh,
+        str(source or "the bundled target"),
+        weights,
+        needs_int4=weights == "int4",
     )
 
 
@@ -84,8 +92,13 @@ def _load_model(
     mesh: Mesh | None,
     name: str,
     weights: str = "dense",
+    *,
+    needs_int4: bool = False,
 ) -> LoadedTarget:
-    """Loads a language model from its directory."""
+    """Loads a language model from its directory.
+
+    If ``needs_int4``, its layers must be stored in integers of four bits.
+    """
     from eagle3_jax.conversion import read_target
     from eagle3_jax.conversion.sidecars import tokenizer_config_of, tokenizer_of
 
@@ -98,6 +111,14 @@ def _load_model(
     # kind. No others are quantised.
     products = model.param_products()
     kept_as = "" if checkpoint.quantisation is None else checkpoint.quantisation.kept_as
+    if needs_int4 and kept_as != "int4":
+        words = (
+            "not quantised" if checkpoint.quantisation is None else checkpoint.quantisation.words
+        )
+        raise ValueError(
+            f"weights 'int4' keep integers of four bits in groups of neighbouring inputs; {name} is"
+            f" {words}, so use another of {', '.join(WEIGHTS)}"
+        )
     if kept_as and weights.startswith(kept_as):
 
         def stored(leaf: Any, product: str) -> str:

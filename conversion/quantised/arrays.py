@@ -5,18 +5,28 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 if TYPE_CHECKING:
-    from eagle3_jax.models.quantised import Fp8Kernel, Int8Kernel
+    from eagle3_jax.models.quantised import QuantisedKernel
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+INT4 = np.dtype(ml_dtypes.int4)
 
-# Returns the stored values and the scale of each value; None if the values have no scale.
-Read = Callable[[], tuple[np.ndarray, np.ndarray | None]]
+
+class Parts(NamedTuple):
+    """What ``(values - zero) · scale`` is computed from."""
+
+    values: np.ndarray  #: The stored values; integers of four bits are in int8.
+    scale: np.ndarray | None = None  #: The scale of each value; ``None`` for no scales.
+    zero: np.ndarray | None = None  #: The zero point of each value; ``None`` for zeros.
+
+
+# Returns arrays that broadcast to the shape of the values.
+Read = Callable[[], tuple[np.ndarray, np.ndarray | None] | Parts]
 View = Callable[[np.ndarray], np.ndarray]
 
 
@@ -43,7 +53,9 @@ class Shaped:
 
 
 class Dequantised(Shaped):
-    """``values · scale`` in float32, exactly. Transposing, reshaping and cutting read nothing.
+    """``(values - zero) · scale`` in float32, exactly.
+
+    Transposing, reshaping and cutting read nothing.
 
     Attributes:
         shape: Shape of the array.
@@ -75,26 +87,36 @@ class Dequantised(Shaped):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Computes a new array."""
-        values, scale = self.parts()
-        dense = values.astype(self.dtype)
-        if scale is not None:
-            dense *= scale
+        parts = self.parts()
+        dense = parts.values.astype(self.dtype)
+        if parts.zero is not None:
+            dense -= parts.zero
+        if parts.scale is not None:
+            dense *= parts.scale
         return dense.astype(dtype or self.dtype, copy=False)
 
-    def parts(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """Returns the stored values, and the scale of each; ``None`` if they have no scale."""
-        values, scale = self._read()
-        scales = None if scale is None else self._viewed(np.broadcast_to(scale, values.shape))
-        return self._viewed(values), scales
+    def parts(self) -> Parts:
+        """Returns the stored values with the scale and the zero point of each."""
+        values, scale, *zero = self._read()
+        parts = Parts(values, scale, *zero)
+        shape = parts.values.shape
+
+        def per_value(part: np.ndarray | None) -> np.ndarray | None:
+            return None if part is None else self._viewed(np.broadcast_to(part, shape))
+
+        return Parts(self._viewed(parts.values), per_value(parts.scale), per_value(parts.zero))
 
     @property
     def kept_as(self) -> str:
-        """The kind of kernel that keeps the stored values: ``fp8``, ``int8``, or empty for none."""
-        if self.stored == E4M3:
-            return "fp8"
+        """The kind of kernel that keeps the stored values; empty for none.
+
+        It is ``fp8``, ``int8`` or ``int4``.
+        """
+        if self.stored in (E4M3, INT4):
+            return "fp8" if self.stored == E4M3 else "int4"
         return "int8" if self.stored == np.int8 and self.block is None else ""
 
-    def stored_kernel(self) -> Fp8Kernel | Int8Kernel | None:
+    def stored_kernel(self) -> QuantisedKernel | None:
         """Returns a kernel ``[..., D_in, D_out]`` of the stored values and scales.
 
         Returns ``None`` for types that no kernel stores.
@@ -148,7 +170,7 @@ def kept_as(parts: Sequence[Any]) -> str:
 
 def stored_kernel(
     parts: Sequence[tuple[View, Any]], shape: Sequence[int]
-) -> Fp8Kernel | Int8Kernel | None:
+) -> QuantisedKernel | None:
     """Returns the kernel that several arrays fill, bit for bit; ``None`` if no kernel can.
 
     Args:
@@ -156,7 +178,7 @@ def stored_kernel(
             D_out]`` that it fills.
         shape: Shape of the kernel.
     """
-    from eagle3_jax.models.quantised import Fp8Kernel, Int8Kernel
+    from eagle3_jax.models.quantised import Fp8Kernel, Int4Kernel, Int8Kernel
 
     kind = kept_as([part for _, part in parts])
     if not kind:
@@ -171,20 +193,25 @@ def stored_kernel(
         values = np.empty((*stack, inputs, outputs), np.int8)
         kernel = values
     scale = np.empty((*stack, -(-inputs // block), outputs), np.float32)
+    zero = np.zeros(scale.shape, np.int8)
 
     for view, part in parts:
-        stored, scales = part.parts()
+        stored = part.parts()
         value_view = view(kernel)
         scale_view = view(scale)
-        value_view[...] = stored.reshape(value_view.shape)
+        value_view[...] = stored.values.reshape(value_view.shape)
 
         # The two views differ in the axis of inputs alone. The scale of a block is that of its
         # first input.
         sizes = zip(value_view.shape, scale_view.shape, strict=True)
         steps = [None if num_values == num_scales else block for num_values, num_scales in sizes]
         first_inputs = tuple(slice(None, None, step) for step in steps)
-        scale_view[...] = scales.reshape(value_view.shape)[first_inputs]
+        scale_view[...] = stored.scale.reshape(value_view.shape)[first_inputs]
+        if stored.zero is not None:
+            view(zero)[...] = stored.zero.reshape(value_view.shape)[first_inputs]
 
     if kind == "int8":
         return Int8Kernel(values=values, scale=scale[..., 0, :])
+    if kind == "int4":
+        return Int4Kernel.packed(values, scale, zero, block)
     return Fp8Kernel(values=values, scale=scale, block=block)

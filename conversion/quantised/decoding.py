@@ -9,11 +9,13 @@ import ml_dtypes
 import numpy as np
 
 from eagle3_jax.conversion.errors import CheckpointError
-from eagle3_jax.conversion.quantised.arrays import E4M3, Dequantised
+from eagle3_jax.conversion.quantised.arrays import E4M3, INT4, Dequantised, Parts
 
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _FLOATS = ("float32", "bfloat16", "float16")
 _EXPONENTS = ("uint8", "float8_e8m0fnu")
+# The place of each output in a word of AWQ, counted in groups of four bits from the lowest.
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class Stored(NamedTuple):
@@ -34,12 +36,14 @@ class Scheme(NamedTuple):
     strategy: str
     block: tuple[int, int] = (1, 1)  #: Outputs and inputs of a block; 1 and the inputs of a group.
     bits: int = 8  #: Bits of an integer.
+    symmetric: bool = True  #: Whether zero is stored as zero, without zero points.
+    reordered: bool = False  #: Whether the file may name the group of every input.
     #: Whether scales are powers of two that may be stored as their exponents.
     exponents: bool = False
 
 
 def scaled(stored: Stored, scheme: Scheme, dtype: Any) -> Dequantised:
-    """Decodes values ``[..., out, in]`` as ``W = q · s``."""
+    """Decodes values ``[..., out, in]`` as ``W = (q - z) · s``; ``z`` is 0 if symmetric."""
     values = stored.values
     _check_type(stored.name, values, (str(np.dtype(dtype)),))
     if values.ndim < 2:
@@ -48,13 +52,20 @@ def scaled(stored: Stored, scheme: Scheme, dtype: Any) -> Dequantised:
         )
     scale = _scales(stored, scheme, values.shape)
     block = scheme.block[1] if scheme.strategy in ("group", "block") else None
-    return Dequantised(values.shape, values.dtype, lambda: (values, scale()), block=block)
+    if scheme.symmetric:
+        return Dequantised(values.shape, values.dtype, lambda: (values, scale()), block=block)
+
+    name = f"{stored.name}_zero_point"
+    zero = _neighbour(stored, name)
+    _check_type(name, zero, ("int8",))
+    zeros = _spread(name, zero, scheme, values.shape)
+    return Dequantised(values.shape, np.int16, lambda: Parts(values, scale(), zeros()), block=block)
 
 
 def packed(stored: Stored, scheme: Scheme) -> Dequantised:
-    """Decodes integers of a few bits as ``W = (u - half of the range) · s``.
+    """Decodes integers of a few bits as ``W = (u - z) · s``.
 
-    The lowest bits of a word come first.
+    The lowest bits of a word come first. ``z`` is half of the range if the weights are symmetric.
     """
     words = stored.values
     per_word = 32 // scheme.bits
@@ -71,20 +82,203 @@ def packed(stored: Stored, scheme: Scheme) -> Dequantised:
 
     outputs, inputs = (int(size) for size in shape)
     _check_shape(stored.name, words, (outputs, -(-inputs // per_word)))
-    scale = _scales(stored, scheme, (outputs, inputs))
+    block = scheme.block[1] if scheme.strategy == "group" else inputs
+    groups = -(-inputs // block)
+    _check_type(stored.scale_name, stored.scale, _FLOATS)
+    sizes = {"tensor": ((1,), (1, 1)), "channel": ((outputs, 1), (outputs,))}
+    _check_shape(stored.scale_name, stored.scale, *sizes.get(scheme.strategy, ((outputs, groups),)))
 
-    def read() -> tuple[np.ndarray, np.ndarray]:
-        return _unpacked(words, scheme.bits)[:, :inputs], scale()
+    zeros = None
+    if not scheme.symmetric:
+        zeros = _packed_zeros(stored, f"{stem}_zero_point", scheme, (outputs, groups))
 
-    return Dequantised((outputs, inputs), np.int16, read)
+    def read() -> Parts:
+        scale = _numbers(stored.scale).reshape(-1, groups)
+        values = _signed(_unpacked(words, scheme.bits)[:, :inputs], scheme.bits)
+        zero = None if zeros is None else zeros()
+        return Parts(values, np.broadcast_to(scale, (outputs, groups)), zero)
+
+    order = stored.tensors.get(f"{stem}_g_idx") if scheme.reordered else None
+    return _grouped((outputs, inputs), read, block, scheme.bits, f"{stem}_g_idx", order)
+
+
+def _packed_zeros(
+    stored: Stored, name: str, scheme: Scheme, shape: tuple[int, int]
+) -> Callable[[], np.ndarray]:
+    """Returns a function that reads zero points ``[out, G]``, which are packed by outputs."""
+    zero = _neighbour(stored, name)
+    outputs, groups = shape
+    if scheme.strategy == "tensor":
+        _check_type(name, zero, ("int8",))
+        _check_shape(name, zero, (1,), (1, 1))
+        return lambda: np.broadcast_to(zero.reshape(1, 1), shape)
+    _check_type(name, zero, ("int32",))
+    _check_shape(name, zero, (-(-outputs * scheme.bits // 32), groups))
+    return lambda: _signed(_unpacked(zero.T, scheme.bits)[:, :outputs].T, scheme.bits)
+
+
+def awq(stored: Stored, scheme: Scheme) -> Dequantised:
+    """Decodes words ``[in, out/8]`` of AWQ as ``W = (u - z) · s``.
+
+    The outputs in a word are in the order that AWQ's own product reads them.
+    """
+    words = stored.values
+    stem = stored.name.removesuffix("qweight")
+    outputs = stored.scale.shape[-1]
+    inputs = len(words)
+    block = scheme.block[1] or inputs
+    groups = -(-inputs // block)
+    zero = _neighbour(stored, f"{stem}qzeros")
+    _check_words(stored, (inputs, outputs // 8))
+    _check_groups(stored, (groups, outputs), zero, outputs // 8)
+
+    def by_output(packed_words: np.ndarray) -> np.ndarray:
+        integers = _unpacked(packed_words, 4).reshape(len(packed_words), -1, 8)
+        return _signed(integers[..., _AWQ_PLACES].reshape(len(packed_words), -1), 4).T
+
+    def read() -> Parts:
+        return Parts(by_output(words), _numbers(stored.scale).T, by_output(zero))
+
+    return _grouped((outputs, inputs), read, block, 4)
+
+
+def gptq(stored: Stored, scheme: Scheme, *, adds_one: bool) -> Dequantised:
+    """Decodes words ``[in · bits/32, out]`` of GPTQ as ``W = (u - z) · s``.
+
+    Args:
+        stored: The words. Next to them are zero points, and the group of every input.
+        scheme: The number of bits and of inputs in a group.
+        adds_one: Whether the file holds ``z - 1``, as its first format does.
+    """
+    bits = scheme.bits
+    words = stored.values
+    stem = stored.name.removesuffix("qweight")
+    per_word = 32 // bits
+    inputs = len(words) * per_word
+    outputs = stored.scale.shape[-1]
+    block = scheme.block[1] or inputs
+    groups = -(-inputs // block)
+    zero = _neighbour(stored, f"{stem}qzeros")
+    _check_words(stored, (len(words), outputs))
+    _check_groups(stored, (groups, outputs), zero, -(-outputs // per_word))
+
+    # Writers subtract from words, not from zero points: what is borrowed comes from the neighbour.
+    # So the addition is one of words too.
+    ones = np.uint32((2**32 - 1) // (2**bits - 1) if adds_one else 0)
+
+    def read() -> Parts:
+        zeros = _unpacked(zero.view(np.uint32) + ones, bits)[:, :outputs].T
+        values = _signed(_unpacked(np.ascontiguousarray(words.T), bits), bits)
+        return Parts(values, _numbers(stored.scale).T, _signed(zeros, bits))
+
+    order = stored.tensors.get(f"{stem}g_idx")
+    return _grouped((outputs, inputs), read, block, bits, f"{stem}g_idx", order)
+
+
+def _grouped(
+    shape: tuple[int, int],
+    read: Callable[[], Parts],
+    block: int,
+    bits: int,
+    order_name: str = "",
+    order: np.ndarray | None = None,
+) -> Dequantised:
+    """Returns weights ``[out, in]`` of scales and zero points ``[out, G]``.
+
+    Args:
+        shape: Numbers of outputs and inputs.
+        read: Returns values, scales and zero points.
+        block: Number of inputs in a group.
+        bits: Bits of a value.
+        order_name: Name of ``order``.
+        order: ``[in]``, the group of every input. Default, or -1 throughout: in turns.
+    """
+    outputs, inputs = shape
+    in_turns = np.arange(inputs, dtype=np.int32) // block
+    groups = -(-inputs // block)
+    group = in_turns
+    if order is not None:
+        _check_type(order_name, order, ("int32", "int64"))
+        _check_shape(order_name, order, (inputs,))
+        if not (order == -1).all():
+            group = order
+    if group.min(initial=0) < 0 or group.max(initial=0) >= groups:
+        raise CheckpointError(f"{order_name} names groups beyond the {groups} that have scales")
+
+    def per_value() -> Parts:
+        values, scale, zero = read()
+        return Parts(values, *(None if part is None else part[:, group] for part in (scale, zero)))
+
+    # A kernel in four bits has equal groups of neighbouring inputs.
+    is_even = inputs % block == block % 2 == 0 and np.array_equal(group, in_turns)
+    stored = INT4 if bits == 4 and is_even else np.int16
+    return Dequantised((outputs, inputs), stored, per_value, block=block)
 
 
 def _unpacked(words: np.ndarray, bits: int) -> np.ndarray:
-    """Returns the integers in words ``[out, in / (32 / bits)]``."""
+    """Returns the unsigned integers in words ``[rows, n]``, ``[rows, n · 32/bits]``."""
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     mask = np.uint32(2**bits - 1)
     unsigned = (words.view(np.uint32)[..., None] >> shifts) & mask
-    return unsigned.reshape(len(words), -1).astype(np.int16) - np.int16(2 ** (bits - 1))
+    return unsigned.astype(np.uint8).reshape(len(words), -1)
+
+
+def _signed(unsigned: np.ndarray, bits: int) -> np.ndarray:
+    """Subtracts half of the range."""
+    return (unsigned.astype(np.int16) - np.int16(2 ** (bits - 1))).astype(np.int8)
+
+
+def _neighbour(stored: Stored, name: str) -> np.ndarray:
+    value = stored.tensors.get(name)
+    if value is None:
+        raise CheckpointError(f"{stored.name} comes without {name}; fetch the files again")
+    return value
+
+
+def _check_words(stored: Stored, shape: tuple[int, int]) -> None:
+    _check_type(stored.name, stored.values, ("int32",))
+    _check_shape(stored.name, stored.values, shape)
+
+
+def _check_groups(stored: Stored, shape: tuple[int, int], zero: np.ndarray, num_words: int) -> None:
+    """Checks scales ``[G, out]`` and words of zero points ``[G, n]``."""
+    name = stored.name.removesuffix("qweight") + "qzeros"
+    _check_type(stored.scale_name, stored.scale, _FLOATS)
+    _check_shape(stored.scale_name, stored.scale, shape)
+    _check_type(name, zero, ("int32",))
+    _check_shape(name, zero, (shape[0], num_words))
+
+
+def nvfp4(stored: Stored, scheme: Scheme, *, suffix: str, divides: bool) -> Dequantised:
+    """Decodes pairs of FP4 ``[..., out, in/2]`` as ``W = v · (s · g)``, the first in the low half.
+
+    Args:
+        stored: The pairs, and the scales of their blocks in E4M3.
+        scheme: The number of inputs in a block.
+        suffix: Ending of the name of ``g``, a number in float32, in place of that of the scales.
+        divides: Whether the file holds ``1 / g``.
+    """
+    pairs = stored.values
+    _check_type(stored.name, pairs, ("uint8",))
+    _check_type(stored.scale_name, stored.scale, (str(E4M3),))
+    if pairs.ndim < 2:
+        raise CheckpointError(f"{stored.name} has shape {list(pairs.shape)}; expected a matrix")
+    name = stored.name.rpartition(".")[0] + suffix
+    factor = _neighbour(stored, name)
+    _check_type(name, factor, ("float32",))
+    _check_shape(name, factor, (1,), ())
+
+    shape = (*pairs.shape[:-1], 2 * pairs.shape[-1])
+    block = scheme.block[1]
+    _check_shape(stored.scale_name, stored.scale, (*shape[:-1], -(-shape[-1] // block)))
+
+    def read() -> tuple[np.ndarray, np.ndarray]:
+        values = np.stack([FP4[pairs & 15], FP4[pairs >> 4]], -1).reshape(shape)
+        scale = stored.scale.astype(np.float32)
+        scale = scale / factor.reshape(()) if divides else scale * factor.reshape(())
+        return values, np.repeat(scale, block, -1)[..., : shape[-1]]
+
+    return Dequantised(shape, np.uint8, read, block=block)
 
 
 def mxfp4(stored: Stored) -> Dequantised:
@@ -144,20 +338,27 @@ def fused_experts(stored: Stored) -> Dequantised:
 
 def _scales(stored: Stored, scheme: Scheme, shape: Sequence[int]) -> Callable[[], np.ndarray]:
     """Returns a function that computes the scales, as an array that broadcasts to the values."""
-    scale = stored.scale
-    _check_type(stored.scale_name, scale, (*_FLOATS, *_EXPONENTS) if scheme.exponents else _FLOATS)
+    types = (*_FLOATS, *_EXPONENTS) if scheme.exponents else _FLOATS
+    _check_type(stored.scale_name, stored.scale, types)
+    return _spread(stored.scale_name, stored.scale, scheme, shape)
+
+
+def _spread(
+    name: str, scale: np.ndarray, scheme: Scheme, shape: Sequence[int]
+) -> Callable[[], np.ndarray]:
+    """Returns a function that computes scales or zero points of values of some shape."""
     *stack, outputs, inputs = shape
 
     if scheme.strategy == "tensor":
-        _check_shape(stored.scale_name, scale, (1,), (1,) * scale.ndim)
+        _check_shape(name, scale, (1,), (1,) * scale.ndim)
         return lambda: _numbers(scale).reshape((1,) * len(shape))
 
     if scheme.strategy == "channel":
-        _check_shape(stored.scale_name, scale, (*stack, outputs, 1), (*stack, outputs))
+        _check_shape(name, scale, (*stack, outputs, 1), (*stack, outputs))
         return lambda: _numbers(scale).reshape(*stack, outputs, 1)
 
     rows, columns = scheme.block
-    _check_shape(stored.scale_name, scale, (*stack, -(-outputs // rows), -(-inputs // columns)))
+    _check_shape(name, scale, (*stack, -(-outputs // rows), -(-inputs // columns)))
 
     # The last block of an axis may be cut off.
     def per_value() -> np.ndarray:

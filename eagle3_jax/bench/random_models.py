@@ -22,9 +22,9 @@ from eagle3_jax.models.layers import BFLOAT16, Precision
 from eagle3_jax.models.quantised import (
     INT8_LARGEST,
     LARGEST,
-    EightBitKernel,
+    QuantisedKernel,
     check_weights,
-    eight_bit_shapes,
+    quantised_shapes,
 )
 from eagle3_jax.theory.known_models import KNOWN_MODELS, known_name
 
@@ -98,7 +98,7 @@ def random_pair(
         precision: Precision of weights and activations.
         num_layers: Number of layers, at least 2, for experiments; ``None`` for those of the shape.
         weights: How the kernels of both are stored, one of ``models.quantised.WEIGHTS``. Those in
-            eight bits are sampled in eight bits, so that they never take more memory.
+            few bits are sampled so, so that they never take more memory.
 
     Raises:
         ValueError: There is no such shape, or no such way to store kernels.
@@ -177,11 +177,11 @@ def why_not(needed: int, stats: Mapping[str, int] | None) -> str | None:
 
 
 def _shapes(part: DecoderTarget | Eagle3Drafter, weights: str) -> Any:
-    """Returns the shapes of parameters, with :class:`EightBitKernel` for weights in eight bits."""
+    """Returns the shapes of parameters, with :class:`QuantisedKernel` for quantised weights."""
     shapes = part.param_shapes()
     if weights == "dense":
         return shapes
-    return eight_bit_shapes(shapes, part.param_products(), weights)
+    return quantised_shapes(shapes, part.param_products(), weights)
 
 
 def _sample(shapes: Any, key: jax.Array, precision: Precision) -> Any:
@@ -193,8 +193,8 @@ def _sample(shapes: Any, key: jax.Array, precision: Precision) -> Any:
         name = getattr(path[-1], "key", str(path[-1]))
         # Outputs of a product then have the variance of its inputs.
         deviation = 1.0 if name == "embedding" else leaf.shape[0] ** -0.5
-        if isinstance(leaf, EightBitKernel):
-            arrays.append(_eight_bits(leaf, leaf_key, deviation))
+        if isinstance(leaf, QuantisedKernel):
+            arrays.append(_few_bits(leaf, leaf_key, deviation))
         elif len(leaf.shape) == 1:
             value = 1.0 if name == "scale" else 0.0
             arrays.append(jnp.full(leaf.shape, value, precision.activations))
@@ -206,13 +206,13 @@ def _sample(shapes: Any, key: jax.Array, precision: Precision) -> Any:
 
 
 def _is_kernel(leaf: Any) -> bool:
-    return isinstance(leaf, EightBitKernel)
+    return isinstance(leaf, QuantisedKernel)
 
 
-def _eight_bits(shapes: EightBitKernel, key: jax.Array, deviation: float) -> EightBitKernel:
+def _few_bits(shapes: QuantisedKernel, key: jax.Array, deviation: float) -> QuantisedKernel:
     """Samples a kernel of normal numbers, cut off at :data:`_CUT` standard deviations."""
-    largest = INT8_LARGEST if shapes.values.dtype == jnp.int8 else LARGEST
     dtype = shapes.values.dtype.name
+    largest = {"int4": 7.0, "int8": INT8_LARGEST}.get(dtype, LARGEST)
     values = _rounded_normal(
         key, shape=shapes.values.shape, scale=largest / _CUT, largest=largest, dtype=dtype
     )
@@ -231,4 +231,4 @@ def _rounded_normal(
 ) -> jax.Array:
     numbers = jax.random.normal(key, shape, jnp.bfloat16) * jnp.asarray(scale, jnp.bfloat16)
     numbers = jnp.clip(numbers, -largest, largest)
-    return (jnp.round(numbers) if dtype == "int8" else numbers).astype(dtype)
+    return (jnp.round(numbers) if dtype.startswith("int") else numbers).astype(dtype)

@@ -13,6 +13,7 @@ from jax import lax
 
 from eagle3_jax.decode import LoadedTarget
 from eagle3_jax.models.config import DecoderConfig, Experts
+from eagle3_jax.models.quantised import stored_bytes
 
 Stream = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -40,7 +41,7 @@ def step_bytes(target: LoadedTarget, *, rows: int, context: int) -> int:
         context: Earlier tokens of each sequence.
     """
     config = target.model.config  # type: ignore[attr-defined]
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(target.params))
+    weights = sum(map(stored_bytes, jax.tree.leaves(target.params)))
     weights -= _unread_experts(target.params, config)
     if not config.tie_embeddings:
         weights -= target.params["embedding"].nbytes
@@ -55,7 +56,7 @@ def _unread_experts(params: Any, config: DecoderConfig) -> int:
         index, *names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
         mlp = config.layers[int(index)].mlp
         if isinstance(mlp, Experts) and not _STACKS.isdisjoint(names) and "shared" not in names:
-            unread += leaf.nbytes * (mlp.num_experts - mlp.per_token) // mlp.num_experts
+            unread += stored_bytes(leaf) * (mlp.num_experts - mlp.per_token) // mlp.num_experts
     return unread
 
 

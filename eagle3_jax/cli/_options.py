@@ -89,8 +89,8 @@ WeightsOption = Annotated[
         "--weights",
         help=(
             "Weights of target and drafter: dense, fp8 (8-bit kernels), fp8-dynamic (8-bit"
-            " activations too), or int8 (both; fastest on CPUs). Output is lossless relative to"
-            " that target."
+            " activations too), int8 (both; fastest on CPUs), or int4 (as a file of four bits"
+            " stores them). Output is lossless relative to that target."
         ),
     ),
 ]

@@ -15,7 +15,7 @@ from eagle3_jax.devices.sharding import EXPERTS, MODEL, Axis, on_a_mesh, rows_sp
 from eagle3_jax.models.config import Experts, GatedMLP
 from eagle3_jax.models.layers import Linear, Precision, SwiGLU, normal_param
 from eagle3_jax.models.mixture import Stack, mixture
-from eagle3_jax.models.quantised import LAYER, Fp8Kernel, Int8Kernel
+from eagle3_jax.models.quantised import LAYER, GroupedKernel, Int8Kernel
 from eagle3_jax.models.routers import Routing, route, router_logits
 
 
@@ -98,11 +98,11 @@ class ExpertMLP(nnx.Module):
 
 
 def _spec(variable: nnx.Variable) -> Any:
-    """Returns the ``PartitionSpec`` of a parameter, or of each leaf of a kernel in eight bits."""
+    """Returns the ``PartitionSpec`` of a parameter, or of each leaf of a quantised kernel."""
     axes = variable.get_metadata().get("axes", ())
     value = variable[...]
     spec = PartitionSpec(*(None if axis is None else MODEL for axis in axes))
-    if not isinstance(value, Fp8Kernel | Int8Kernel):
+    if not isinstance(value, GroupedKernel | Int8Kernel):
         return spec
     shardings = value.divided(NamedSharding(jax.sharding.get_abstract_mesh(), spec))
     return jax.tree.map(lambda sharding: sharding.spec, shardings)

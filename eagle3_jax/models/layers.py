@@ -23,9 +23,12 @@ from eagle3_jax.models.config import GatedMLP, NormKind
 from eagle3_jax.models.quantised import (
     LAYER,
     Fp8Kernel,
+    GroupedKernel,
+    Int4Kernel,
     Int8Kernel,
     ToQuantise,
     dynamic_product,
+    int4_product,
     int8_product,
 )
 
@@ -207,7 +210,7 @@ _product.defvjp(_product_fwd, _product_bwd)
 
 def product(
     x: Float[Array, "*rows D_in"],
-    kernel: Float[Array, "D_in D_out"] | Fp8Kernel | Int8Kernel,
+    kernel: Float[Array, "D_in D_out"] | GroupedKernel | Int8Kernel,
     precision: Precision,
 ) -> Float[Array, "*rows D_out"]:
     """Multiplies with weights under a named precision.
@@ -215,6 +218,8 @@ def product(
     For an FP8 kernel with one scale per output, the scales are multiplied after the product, in
     float32. With scales for blocks of inputs, the kernel is first converted to the type of the
     operands. For an int8 kernel the operands of the precision do not matter: both factors are int8.
+    For an int4 kernel on accelerators and few rows, the sums of every group are multiplied by its
+    scale.
     """
     if isinstance(kernel, Int8Kernel):
         multiply = functools.partial(int8_product, kernel=kernel)
@@ -223,21 +228,43 @@ def product(
             return out.reshape(*x.shape[:-1], -1).astype(precision.activations)
         return multiply(x).astype(precision.activations)
 
-    if not isinstance(kernel, Fp8Kernel):
+    if not isinstance(kernel, GroupedKernel):
         if precision.invariant:
             return _invariant_product(x, kernel, precision)
         return _product(x, kernel, precision.operands, precision.activations)
 
-    if kernel.dynamic:
+    if isinstance(kernel, Fp8Kernel) and kernel.dynamic:
         out: Array = dynamic_product(x, kernel)
-    elif kernel.per_channel:
+    elif isinstance(kernel, Int4Kernel) and _sums_are_small(x, kernel):
+        options = matmul_precision(precision.operands)
+        out = int4_product(x, kernel, precision.operands, options)
+    elif isinstance(kernel, Fp8Kernel) and kernel.per_channel:
         out = _product(x, kernel.values.T, precision.operands, jnp.float32)
         out *= lax.broadcast_to_rank(kernel.scale[0], out.ndim)
     else:
-        out = _product(
-            x, kernel.dense(precision.operands), precision.operands, precision.activations
-        )
+        if isinstance(kernel, Int4Kernel):
+            kernel = kernel.replace(values=_after(x, kernel.values))
+        dense = kernel.dense(precision.operands)
+        out = _product(x, dense, precision.operands, precision.activations)
     return out.astype(precision.activations)
+
+
+def _after(x: Array, values: Array) -> Array:
+    """Returns ``values``, as a result that XLA cannot compute before ``x``.
+
+    Otherwise XLA dequantises the kernels of all layers first, and memory holds all of them. Its CPU
+    backend drops barriers before it orders steps.
+    """
+    bits = lax.bitcast_convert_type(x.reshape(-1)[0].astype(jnp.float32), jnp.int32)
+    # Always 0, which XLA does not see.
+    zero = lax.shift_right_logical(bits & 1, 1)
+    return values ^ zero.astype(values.dtype)
+
+
+def _sums_are_small(x: Array, kernel: Int4Kernel) -> bool:
+    """Tells whether the sums of all groups take no more bytes than the kernel in bfloat16."""
+    rows = x.size // x.shape[-1]
+    return not kernel.is_paired and 2 * rows <= kernel.block
 
 
 def product_by_table(

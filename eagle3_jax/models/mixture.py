@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from eagle3_jax.models.config import Experts
 from eagle3_jax.models.layers import Precision, keep_fused, product
-from eagle3_jax.models.quantised import Fp8Kernel
+from eagle3_jax.models.quantised import Fp8Kernel, GroupedKernel
 from eagle3_jax.models.routers import Routing
 
 # Rows of a run. CPUs loop over experts for at most _SHORTEST tokens.
@@ -243,8 +243,8 @@ def _multiply_gathered(rows: Array, kernel: Any, precision: Precision) -> Array:
     """Multiplies each row with a kernel of its own."""
     # An FP8 kernel is scaled as in `product`: after the sum, if every output has one scale.
     scale: Array | None = None
-    if isinstance(kernel, Fp8Kernel):
-        if kernel.per_channel:
+    if isinstance(kernel, GroupedKernel):
+        if isinstance(kernel, Fp8Kernel) and kernel.per_channel:
             scale = kernel.scale[..., 0, :]
             kernel = kernel.unscaled(precision.operands)
         else:

@@ -1,4 +1,4 @@
-"""Weights in eight bits: FP8 and int8 kernels with scales, their quantisation, and products."""
+"""Weights in few bits: FP8, int8 and int4 kernels with scales, their quantisation, and products."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ LARGEST = 448.0
 # The scale is symmetric, so -128 is not used.
 INT8_LARGEST = 127.0
 
-WEIGHTS = ("dense", "fp8", "fp8-dynamic", "int8")
+# Inputs that share a scale in most published files of four bits.
+INT4_BLOCK = 128
+
+WEIGHTS = ("dense", "fp8", "fp8-dynamic", "int8", "int4")
 # Values of a parameter's metadata ``product``: the kind of matrix that it is in products; empty if
 # it is in none. FP8 is for layers only: the output matrix is small compared with them, and its
 # rounding rounds the distribution itself.
@@ -31,14 +34,18 @@ LAYER = "layer"
 OUTPUT = "output"
 
 
-class EightBitKernel(struct.PyTreeNode, kw_only=True):
-    """A matrix of values in eight bits with scales, or a stack of such matrices.
+class QuantisedKernel(struct.PyTreeNode, kw_only=True):
+    """A matrix of values in eight or four bits with scales, or a stack of such matrices.
 
     The subclasses define the layouts.
     """
 
     values: Any  #: The rounded values.
     scale: Any  #: Scales in float32.
+
+    def divided(self, sharding: NamedSharding) -> QuantisedKernel:
+        """Returns the shardings of all leaves for a sharding of the matrix."""
+        raise NotImplementedError
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -53,27 +60,27 @@ class EightBitKernel(struct.PyTreeNode, kw_only=True):
     @property
     def nbytes(self) -> int:
         """Bytes of values and scales."""
-        return sum(
-            math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in (self.values, self.scale)
-        )
+        return sum(map(stored_bytes, jax.tree.leaves(self)))
 
-    def __getitem__(self, index: Any) -> EightBitKernel:
+    def __getitem__(self, index: Any) -> QuantisedKernel:
         """Returns some kernels of a stack; ``...`` returns all of them."""
-        return dataclasses.replace(self, values=self.values[index], scale=self.scale[index])
+        return jax.tree.map(lambda leaf: leaf[index], self)
 
 
-class Fp8Kernel(EightBitKernel, kw_only=True):
-    """A kernel ``W[..., i, o] = values[..., o, i] · scale[..., i // block, o]``, or a stack.
+def stored_bytes(leaf: Any) -> int:
+    """Counts the bytes of an array on an accelerator, where two values of int4 take one."""
+    size = math.prod(leaf.shape)
+    return size // 2 if leaf.dtype == jnp.int4 else size * leaf.dtype.itemsize
 
-    The values are stored transposed: NVIDIA's FP8 products contract the last axes of both operands,
-    and CPUs read them faster.
+
+class GroupedKernel(QuantisedKernel, kw_only=True):
+    """A kernel ``W[..., i, o] = (v[..., i, o] - z[..., g, o]) · scale[..., g, o]``, or a stack.
+
+    Group ``g`` is ``i // block``. Without zero points ``z`` is 0.
     """
 
-    values: Any  #: ``[..., D_out, D_in]`` in E4M3.
     scale: Any  #: ``[..., G, D_out]`` in float32; ``G`` is 1 if every output has a single scale.
     block: int = struct.field(pytree_node=False)  #: Number of inputs that share a scale.
-    #: Whether products quantise the activations too, each row with a scale from its largest value.
-    dynamic: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -87,19 +94,16 @@ class Fp8Kernel(EightBitKernel, kw_only=True):
         return self.scale.shape[-2] == 1
 
     def unscaled(self, dtype: DTypeLike) -> Float[Array, "... D_in D_out"]:
-        """Returns the values without scales, in the shape of the kernel."""
+        """Returns ``v - z`` in the shape of the kernel."""
         return jnp.swapaxes(self.values, -1, -2).astype(dtype)
 
     def dense(self, dtype: DTypeLike) -> Float[Array, "... D_in D_out"]:
         """Returns the dequantised kernel: computed in float32, then rounded to ``dtype``."""
-        *stack, groups, outputs = self.scale.shape
-        by_input = jnp.broadcast_to(self.scale[..., None, :], (*stack, groups, self.block, outputs))
-        # The last block may have fewer inputs.
-        scale = by_input.reshape(*stack, groups * self.block, outputs)[..., : self.shape[-2], :]
+        scale = self._by_input(self.scale)
         return (self.unscaled(jnp.float32) * scale).astype(dtype)
 
-    def divided(self, sharding: NamedSharding) -> Fp8Kernel:
-        """Returns the shardings of both leaves for a sharding of the kernel.
+    def divided(self, sharding: NamedSharding) -> GroupedKernel:
+        """Returns the shardings of all leaves for a sharding of the kernel.
 
         A scale is on the devices of its values. If the sharding divides a block of inputs, every
         device has all scales.
@@ -109,11 +113,36 @@ class Fp8Kernel(EightBitKernel, kw_only=True):
         size = 1 if inputs is None else sharding.mesh.shape[inputs]
         aligned = groups % size == 0 and (self.shape[-2] // size) % self.block == 0
 
-        values = NamedSharding(sharding.mesh, PartitionSpec(*stack, outputs, inputs))
-        scale = NamedSharding(
+        of_groups = NamedSharding(
             sharding.mesh, PartitionSpec(*stack, inputs if aligned else None, outputs)
         )
-        return dataclasses.replace(self, values=values, scale=scale)
+        shardings: GroupedKernel = jax.tree.map(lambda _: of_groups, self)
+        spec = self._values_spec(stack, inputs, outputs, aligned)
+        return dataclasses.replace(shardings, values=NamedSharding(sharding.mesh, spec))
+
+    def _values_spec(
+        self, stack: list[Any], inputs: Any, outputs: Any, aligned: bool
+    ) -> PartitionSpec:
+        return PartitionSpec(*stack, outputs, inputs)
+
+    def _by_input(self, numbers: Any) -> Array:
+        """Returns the number of every value, from one for each group and output."""
+        *stack, groups, outputs = numbers.shape
+        by_input = jnp.broadcast_to(numbers[..., None, :], (*stack, groups, self.block, outputs))
+        # The last block may have fewer inputs.
+        return by_input.reshape(*stack, groups * self.block, outputs)[..., : self.shape[-2], :]
+
+
+class Fp8Kernel(GroupedKernel, kw_only=True):
+    """A kernel ``W[..., i, o] = values[..., o, i] · scale[..., i // block, o]``, or a stack.
+
+    The values are stored transposed: NVIDIA's FP8 products contract the last axes of both operands,
+    and CPUs read them faster.
+    """
+
+    values: Any  #: ``[..., D_out, D_in]`` in E4M3.
+    #: Whether products quantise the activations too, each row with a scale from its largest value.
+    dynamic: bool = struct.field(pytree_node=False, default=False)
 
 
 def quantise(kernel: Any, *, dynamic: bool = False) -> Fp8Kernel:
@@ -183,7 +212,7 @@ def _full_spec(sharding: NamedSharding, ndim: int) -> tuple[Any, ...]:
     return (*sharding.spec, *undivided)
 
 
-class Int8Kernel(EightBitKernel, kw_only=True):
+class Int8Kernel(QuantisedKernel, kw_only=True):
     """A kernel ``H W[..., i, o] = values[..., i, o] · scale[..., o]``, a stack, or a table.
 
     A table has the embeddings of a vocabulary.
@@ -233,6 +262,103 @@ class Int8Kernel(EightBitKernel, kw_only=True):
         values = NamedSharding(sharding.mesh, PartitionSpec(*stack, first, last))
         scale = NamedSharding(sharding.mesh, PartitionSpec(*stack, outputs))
         return dataclasses.replace(self, values=values, scale=scale)
+
+
+class Int4Kernel(GroupedKernel, kw_only=True):
+    """A kernel of integers from -8 to 7 in groups of inputs, or a stack; see the base class.
+
+    XLA's GPU backend multiplies by int4 without writing it in a wider type, in the layout of
+    :class:`Fp8Kernel`. XLA's CPU backend takes a byte for a value of int4, so CPUs have pairs in a
+    byte: the first half of a group in the low bits, plus 8, and the second half in the high bits.
+    """
+
+    values: Any  #: ``[..., D_out, D_in]`` in int4, or on CPUs ``[..., D_in / 2, D_out]`` in uint8.
+    zero: Any = None  #: Zero points ``[..., G, D_out]`` in int8; ``None`` if all are 0.
+
+    @classmethod
+    def packed(
+        cls, values: np.ndarray, scale: np.ndarray, zero: np.ndarray, block: int
+    ) -> Int4Kernel:
+        """Stores a kernel as the default device reads it.
+
+        Args:
+            values: ``[..., D_in, D_out]`` from -8 to 7. ``block`` divides ``D_in``.
+            scale: ``[..., G, D_out]`` in float32.
+            zero: ``[..., G, D_out]`` from -8 to 7.
+            block: An even number of inputs.
+        """
+        fields = {"scale": scale, "zero": zero if zero.any() else None, "block": block}
+        if jax.default_backend() != "cpu":
+            return cls(values=np.swapaxes(values, -1, -2).astype(jnp.int4), **fields)
+
+        *stack, inputs, outputs = values.shape
+        halves = (values + 8).astype(np.uint8).reshape(*stack, -1, 2, block // 2, outputs)
+        pairs = halves[..., 0, :, :] | (halves[..., 1, :, :] << 4)
+        return cls(values=pairs.reshape(*stack, inputs // 2, outputs), **fields)
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether a byte holds two values."""
+        return self.values.dtype == jnp.uint8
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the kernel, ``[..., D_in, D_out]``."""
+        if not self.is_paired:
+            return super().shape
+        *stack, pairs, outputs = self.values.shape
+        return (*stack, 2 * pairs, outputs)
+
+    def unscaled(self, dtype: DTypeLike) -> Float[Array, "... D_in D_out"]:
+        """Returns ``v - z`` in the shape of the kernel."""
+        if self.is_paired:
+            *stack, _, outputs = self.values.shape
+            groups = self.values.reshape(*stack, -1, self.block // 2, outputs)
+            halves = jnp.concatenate([groups & 15, groups >> 4], -2)
+            values = halves.reshape(self.shape).astype(jnp.int8) - 8
+        else:
+            values = jnp.swapaxes(self.values, -1, -2).astype(jnp.int8)
+        if self.zero is not None:
+            values -= self._by_input(self.zero)
+        return values.astype(dtype)
+
+    def _values_spec(
+        self, stack: list[Any], inputs: Any, outputs: Any, aligned: bool
+    ) -> PartitionSpec:
+        if not self.is_paired:
+            return super()._values_spec(stack, inputs, outputs, aligned)
+        return PartitionSpec(*stack, inputs if aligned else None, outputs)
+
+
+def int4_product(
+    x: Float[Array, "*rows D_in"], kernel: Int4Kernel, operands: DTypeLike, precision: Any
+) -> Float[Array, "*rows D_out"]:
+    """Returns ``x @ W`` in float32: the sums of every group, times its scale.
+
+    Values are exact in ``operands``, and XLA's GPU backend converts them inside the product. A
+    kernel with scales it would first write to memory, in four times the bytes.
+
+    Args:
+        x: Activations.
+        kernel: A kernel in int4, not in pairs.
+        operands: Type of both factors.
+        precision: ``precision`` of the product.
+    """
+    groups = kernel.scale.shape[-2]
+    values = kernel.values.reshape(-1, groups, kernel.block)
+    rows = x.reshape(-1, groups, kernel.block).astype(operands)
+    sums = lax.dot_general(
+        rows,
+        values.astype(operands),
+        (((2,), (2,)), ((1,), (1,))),
+        preferred_element_type=jnp.float32,
+        precision=precision,
+    )
+    if kernel.zero is not None:
+        # Subtracted from the values, XLA would write their differences to memory.
+        of_inputs = jnp.sum(rows.astype(jnp.float32), axis=-1)
+        sums -= of_inputs.T[..., None] * kernel.zero.astype(jnp.float32)[:, None]
+    return jnp.sum(sums * kernel.scale[:, None], axis=0).reshape(*x.shape[:-1], -1)
 
 
 def quantise_int8(kernel: Any, *, is_table: bool = False) -> Int8Kernel:
@@ -320,7 +446,7 @@ class ToQuantise:
     weights: str  #: One of :data:`WEIGHTS`, except ``dense``.
     is_table: bool = False  #: See :class:`Int8Kernel`.
 
-    def kernel(self) -> Fp8Kernel | Int8Kernel:
+    def kernel(self) -> QuantisedKernel:
         """Returns the kernel."""
         dynamic = self.weights == "fp8-dynamic"
         # A checkpoint that has the kernel in this form keeps its own values and scales.
@@ -331,13 +457,23 @@ class ToQuantise:
             return quantise_int8(self.source, is_table=self.is_table)
         return quantise(self.source, dynamic=dynamic)
 
-    def kernel_shape(self) -> Fp8Kernel | Int8Kernel:
-        """Returns the ``jax.ShapeDtypeStruct`` of a kernel with one scale for each output."""
+    def kernel_shape(self) -> QuantisedKernel:
+        """Returns the ``jax.ShapeDtypeStruct`` of a kernel.
+
+        It has one scale for each output, in int4 one for each group of :data:`INT4_BLOCK` inputs.
+        """
         if self.weights == "int8":
             quantise_source = functools.partial(_quantise_int8, is_table=self.is_table)
             return jax.eval_shape(quantise_source, self.source)
 
         *stack, inputs, outputs = self.source.shape
+        if self.weights == "int4":
+            block = inputs if inputs % INT4_BLOCK else INT4_BLOCK
+            return Int4Kernel(
+                values=jax.ShapeDtypeStruct((*stack, outputs, inputs), jnp.int4),
+                scale=jax.ShapeDtypeStruct((*stack, inputs // block, outputs), jnp.float32),
+                block=block,
+            )
         values = jax.ShapeDtypeStruct((*stack, outputs, inputs), E4M3)
         scale = jax.ShapeDtypeStruct((*stack, 1, outputs), jnp.float32)
         return Fp8Kernel(
@@ -364,13 +500,25 @@ def quantised(params: Any, products: Any, weights: str) -> Any:
             nesting (:meth:`eagle3_jax.models.decoder.DecoderTarget.param_products`).
         weights: One of :data:`WEIGHTS`.
 
+    With ``int4``, only kernels that a file has in int4 are kept so; nothing is rounded to four
+    bits.
+
     Raises:
         ValueError: ``weights`` is not in :data:`WEIGHTS`.
     """
     check_weights(weights)
     if weights == "dense":
         return params
+    if weights == "int4":
+        products = jax.tree.map(
+            lambda leaf, product: product if getattr(leaf, "kept_as", "") == "int4" else "",
+            params,
+            products,
+        )
+    return _marked(params, products, weights)
 
+
+def _marked(params: Any, products: Any, weights: str) -> Any:
     kinds = (LAYER, OUTPUT) if weights == "int8" else (LAYER,)
 
     def mark(path: tuple[Any, ...], leaf: Any, product: str) -> Any:
@@ -380,17 +528,17 @@ def quantised(params: Any, products: Any, weights: str) -> Any:
     return jax.tree_util.tree_map_with_path(mark, params, products)
 
 
-def eight_bit_shapes(shapes: Any, products: Any, weights: str) -> Any:
-    """Returns the ``jax.ShapeDtypeStruct`` of parameters in eight bits.
+def quantised_shapes(shapes: Any, products: Any, weights: str) -> Any:
+    """Returns the ``jax.ShapeDtypeStruct`` of parameters in eight or four bits.
 
-    A kernel has one scale for each output.
+    A kernel has the scales of :meth:`ToQuantise.kernel_shape`.
 
     Args:
         shapes: ``jax.ShapeDtypeStruct`` of every parameter, nested.
         products: As for :func:`quantised`.
         weights: One of :data:`WEIGHTS`, except ``dense``.
     """
-    marked = quantised(shapes, products, weights)
+    marked = _marked(shapes, products, weights)
     return jax.tree.map(
         lambda leaf: leaf.kernel_shape() if isinstance(leaf, ToQuantise) else leaf, marked
     )

@@ -7,8 +7,8 @@ import difflib
 import math
 
 # Bits per weight of the matrices inside the layers. int4 carries a 16-bit scale for every 128
-# weights, mxfp4 one of 8 bits for every 32. The scales of fp8 and int8, one a row, are left out (a
-# thousandth).
+# weights, mxfp4 one of 8 bits for every 32, nvfp4 one for every 16. The scales of fp8 and int8, one
+# a row, are left out (a thousandth).
 WEIGHT_BITS = {
     "float32": 32.0,
     "bfloat16": 16.0,
@@ -17,6 +17,7 @@ WEIGHT_BITS = {
     "int8": 8.0,
     "int4": 4.0 + 16 / 128,
     "mxfp4": 4.0 + 8 / 32,
+    "nvfp4": 4.0 + 8 / 16,
 }
 CACHE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 

@@ -56,6 +56,10 @@ _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="
 #: checkpoints.
 KNOWN_MODELS: dict[str, DecoderConfig] = {name: _read(table) for name, table in _TABLES.items()}
 
+#: How the published checkpoints of some of them store their layers, by the keys of ``WEIGHT_BITS``;
+#: the others are in bfloat16.
+PUBLISHED_WEIGHTS = {"gpt-oss-20b": "mxfp4", "gpt-oss-120b": "mxfp4", "DeepSeek-V3": "fp8"}
+
 
 def similar_targets(name: str) -> dict[str, str]:
     """Returns the known models for :func:`eagle3_jax.files.sources.locate`.

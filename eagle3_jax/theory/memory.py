@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from eagle3_jax.models.config import (
     DecoderConfig,
@@ -21,6 +21,14 @@ from eagle3_jax.theory.sizes import EqualLayers, Model, Sizes, sizes_of
 _EXPERTS_ONLY = "mxfp4"
 # Upper end of the search for a number that fits.
 _MOST_ACCELERATORS = 1024
+
+
+class LayerBits(NamedTuple):
+    """Bits of a weight inside layers, with its share of scales."""
+
+    attention: float  #: Of projections of attention and of recurrent layers.
+    mlp: float  #: Of MLPs that every token goes through.
+    experts: float  #: Of experts.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +49,8 @@ class Deployment:
     num_accelerators: int = 1  #: Tensor-parallel size ``n``.
     weights: str = "bfloat16"  #: A key of ``WEIGHT_BITS``.
     cache: str = "bfloat16"  #: A key of ``CACHE_BYTES``, for both caches.
+    #: Bits of the target's weights as its file stores them; ``None``: those of ``weights``.
+    stored: LayerBits | None = None
     target_name: str = "target"  #: Name of the target for tables and messages.
     head_name: str = "head"  #: Name of the head for tables and messages.
 
@@ -78,6 +88,15 @@ class Deployment:
         """Bytes of a number that is never quantized, as in tables, vectors and activations."""
         return 4 if self.weights == "float32" else 2
 
+    @property
+    def layer_bits(self) -> LayerBits:
+        """Bits of the target's weights inside layers."""
+        if self.stored is not None:
+            return self.stored
+        bits = WEIGHT_BITS[self.weights]
+        dense = 8.0 * self.plain_bytes if self.weights == _EXPERTS_ONLY else bits
+        return LayerBits(attention=dense, mlp=dense, experts=bits)
+
     def weight_bytes(self, model: Model) -> float:
         """Counts the weights on each accelerator that the model owns, the embedding included."""
         sizes = sizes_of(model)
@@ -105,16 +124,19 @@ class Deployment:
         wide = self.plain_bytes
         is_fp8 = self.weights == "fp8"
         is_quantized = is_fp8 or isinstance(model, DecoderConfig)
-        bits = WEIGHT_BITS[self.weights] if is_quantized else 8.0 * wide
-        dense_bits = 8.0 * wide if self.weights == _EXPERTS_ONLY else bits
+        bits = self.layer_bits if is_quantized else LayerBits(*[8.0 * wide] * 3)
 
         kernel = 1 if is_fp8 and sizes.is_head else wide
         owned_output = min(sizes.owned.output, read.output)
         divided = kernel * owned_output + wide * (read.output - owned_output)
         for equal in sizes.layers:
             layer = equal.sizes
-            dense = layer.query_output + layer.mlp + layer.key_value * self._shared_by(equal)
-            divided += (dense_bits * dense + bits * equal.experts_read(tokens)) / 8
+            attention = layer.query_output + layer.key_value * self._shared_by(equal)
+            divided += (
+                bits.attention * attention
+                + bits.mlp * layer.mlp
+                + bits.experts * equal.experts_read(tokens)
+            ) / 8
 
         fusion = kernel * read.fusion if fuse else 0
         return divided / self.num_accelerators + wide * (read.vectors + read.routers) + fusion
@@ -348,5 +370,5 @@ def remedy_of(deployment: Deployment, **load: Any) -> dict[str, Any]:
 
     return {
         "num_accelerators": next((n for n in larger if fits(num_accelerators=n)), None),
-        "weights": next((name for name in smaller if fits(weights=name)), None),
+        "weights": next((name for name in smaller if fits(weights=name, stored=None)), None),
     }

@@ -85,6 +85,104 @@ def test_memory_names_active_parameters_and_recurrent_states(cli):
     assert re.search(r"target +65\.19 ", out) and "states" not in out
 
 
+# What the plan reads of published config.json files, and the gigabytes of their weights. Those of
+# NVFP4 are counted by hand: 32 layers of 218,103,808 weights in 4.5 bits, two tables of 128,256 by
+# 4,096 and 65 norms in 16. A module that drafts, an encoder of images and the groups that GPTQ
+# numbers are not counted.
+QWEN = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
+    "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+    "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
+    "hidden_act": "silu", "use_sliding_window": False, "torch_dtype": "float16",
+}  # fmt: skip
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False,
+    "hidden_act": "silu", "torch_dtype": "bfloat16",
+}  # fmt: skip
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880,
+    "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+    "vocab_size": 201088, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 150000,
+    "num_local_experts": 32, "num_experts_per_tok": 4, "experts_per_token": 4, "swiglu_limit": 7.0,
+    "sliding_window": 128, "tie_word_embeddings": False, "attention_bias": True, "hidden_act": "silu",
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+                     "rope_type": "yarn", "truncate": False},
+}  # fmt: skip
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168,
+    "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128, "v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1,
+    "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "moe_layer_freq": 1,
+    "num_nextn_predict_layers": 1, "vocab_size": 129280, "max_position_embeddings": 163840, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000, "tie_word_embeddings": False, "hidden_act": "silu",
+    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+                     "original_max_position_embeddings": 4096, "type": "yarn"},
+}  # fmt: skip
+GEMMA = {
+    "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
+    "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+                    "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                    "sliding_window": 1024},
+    "vision_config": {"hidden_size": 1152, "num_hidden_layers": 27, "model_type": "siglip_vision_model"},
+}  # fmt: skip
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "modules_to_not_convert": None, "version": "gemm",
+       "zero_point": True}  # fmt: skip
+GPTQ = {
+    "quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "damp_percent": 0.01,
+    "static_groups": False, "true_sequential": True, "model_name_or_path": None, "model_file_base_name": "model",
+    "batch_size": 1, "block_name_to_quantize": None, "cache_block_outputs": True, "dataset": None,
+    "exllama_config": {"version": 1}, "max_input_length": None, "model_seqlen": None, "use_cuda_fp16": False,
+    "module_name_preceding_first_block": None, "modules_in_block_to_quantize": None, "pad_token_id": None,
+    "tokenizer": None, "use_exllama": True,
+}  # fmt: skip
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"], "producer": {"name": "modelopt"},
+         "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}}  # fmt: skip
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": [
+    "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]}  # fmt: skip
+FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+DENSE_ATTENTION = {**NVFP4, "ignore": ["lm_head", "model.layers.*.self_attn*"]}
+LAYER = 218_103_808
+ATTENTION = 2 * 4096 * (4096 + 1024)
+PUBLISHED = {
+    "gpt-oss-20b": (GPT_OSS, MXFP4, 13.76, "20.915 billion, 3.608 of them active, mxfp4"),
+    "Qwen2.5-7B-Instruct-AWQ": (QWEN, AWQ, 5.57, "7.616 billion, int4"),
+    "Qwen2.5-7B-Instruct-GPTQ-Int4": (QWEN, GPTQ, 5.57, "7.616 billion, int4"),
+    "Llama-3.1-8B-Instruct-NVFP4": (
+        LLAMA, NVFP4, (32 * LAYER * 4.5 + 16 * (2 * 128256 + 65) * 4096) / 8e9, "8.030 billion, nvfp4",
+    ),
+    "the same, attention dense": (
+        LLAMA, DENSE_ATTENTION,
+        (32 * (LAYER * 4.5 + ATTENTION * 11.5) + 16 * (2 * 128256 + 65) * 4096) / 8e9, "8.030 billion, nvfp4",
+    ),
+    "DeepSeek-V3": (DEEPSEEK, FP8, 671.0 + 1.9, "671.026 billion, "),
+    "gemma-3-4b-it": (GEMMA, None, 2 * 3.88, "3.880 billion, bfloat16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_memory_is_that_of_the_weights_as_they_are_published(cli, tmp_path, name):
+    config, quantisation, gigabytes, note = PUBLISHED[name]
+    fields = config if quantisation is None else {**config, "quantization_config": quantisation}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    options = ("--target", tmp_path, "--drafter", "none", "--gpu", "H200", "--num-gpus", "1")
+    code, out, err = cli("plan", "memory", *options)
+    assert (code in (0, 1), err) == (True, "")
+    size = float(re.search(r"target +([\d.]+) ", out)[1])
+    assert size == pytest.approx(gigabytes, rel=0.004), out
+    assert note in out
+    assert "bfloat16" in cli("plan", "memory", *options, "--weights", "bf16")[1]
+
+
 def test_what_does_not_fit_ends_with_one_and_says_what_would_do(cli):
     big = ("plan", "memory", "--target", "Llama-3.3-70B", "--gpu", "H100")
     code, out, _ = cli(*big)
@@ -110,7 +208,7 @@ def test_a_remedy_is_the_smallest_change_that_fits(name, gpu):
     load = {"batch": 8, "context": 4096, "num_draft_tokens": 5}
     (heads,) = attention_heads(deployment.target)
     numbers = [n for n in range(2, heads + 1) if heads % n == 0]
-    weights = ["fp8", "int8", "int4", "mxfp4"]
+    weights = ["fp8", "int8", "int4", "mxfp4", "nvfp4"]
 
     for field, values in (("num_accelerators", numbers), ("weights", weights)):
         changed = [dataclasses.replace(deployment, **{field: value}) for value in values]

@@ -24,6 +24,7 @@ from heads_on_disk import CHECKPOINTS
 
 from eagle3_jax import LoadedTarget, SpeculativeDecoder, conversion, load_drafter, load_target
 from eagle3_jax.conversion import CheckpointError
+from eagle3_jax.conversion.tensors import read_tensors
 from eagle3_jax.load import named_drafter
 from eagle3_jax.topology import DynamicTree
 
@@ -251,3 +252,14 @@ def test_the_tensors_under_mtp_of_deepseek_v4_are_named_for_what_they_are(
     directory = write_checkpoint(tmp_path / "files", fields, tensors)
     refused(lambda path: conversion.read_head(path, TARGET), directory, message)
     refused(conversion.read_target, directory, message)
+
+
+def test_the_parameters_of_a_target_are_counted_without_its_module_that_drafts() -> None:
+    directory = OFFICIAL.parent / "published" / "deepseek_v3_mtp1" / "target"
+    layers = json.loads((directory / "config.json").read_text())["num_hidden_layers"]
+    sizes = {
+        name: value.size
+        for name, value in read_tensors(directory).items()
+        if not name.startswith(f"model.layers.{layers}.")
+    }
+    assert conversion.describe(directory).num_parameters == sum(sizes.values())

@@ -203,10 +203,11 @@ def test_a_description_names_the_parts_of_a_model_of_images_that_are_left_out(
     kind = WRAPPED[name].model_type
     parts = dict.fromkeys(("mistral3", "gemma3"), "multi_modal_projector and vision_tower")
     parts["kimi_k25"] = "mm_projector and vision_tower"
-    left_out = [
-        key for key in load_file(directory / "model.safetensors") if "language_model" not in key
-    ]
+    tensors = load_file(directory / "model.safetensors")
+    left_out = [key for key in tensors if "language_model" not in key]
     description = conversion.describe(directory)
+    counted = [value.size for key, value in tensors.items() if "language_model" in key]
+    assert description.num_parameters == sum(counted)
     assert description.kind.removeprefix("target: ") in (
         "Ministral 3",
         "Mistral",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,8 @@ FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 BLOCK = 16
 GROUP = 8
 LAYERS = 2
-# Recipes whose values are FP8 and stay as they are in memory.
+# Recipes whose values are of four bits, or FP8, and stay as they are in memory.
+INT4 = ("int4", "int4 with zeros", "awq", "gptq", "gptq with zeros")
 KEPT = ("fp8", "fp8 exponents", "fp8 tensor", "channel", "tensor", "fbgemm", "modelopt")
 
 # From a name and weights: the tensors of the file by name, and the weights that they represent.
@@ -148,6 +150,100 @@ def _packed(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.n
     return stored, (values * scale[..., None]).reshape(weights.shape).astype(np.float32)
 
 
+def integers(weights: np.ndarray, symmetric: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns integers from 0 to 15 in groups of inputs, and the scale and zero of each group."""
+    grouped = weights.reshape(len(weights), -1, GROUP)
+    low = np.minimum(grouped.min(-1), -1e-3)
+    scale = ((np.maximum(grouped.max(-1), 0) - low) / 15).astype(np.float16).astype(np.float32)
+    zero = np.minimum(np.rint(-low / scale), 15)
+    if symmetric:
+        scale = (np.abs(grouped).max(-1) / 7.5).astype(np.float16).astype(np.float32)
+        zero = np.full(scale.shape, 8.0)
+    values = np.clip(np.rint(grouped / scale[..., None]) + zero[..., None], 0, 15)
+    return values.reshape(weights.shape).astype(np.uint32), scale, zero.astype(np.uint32)
+
+
+def dequantised(values: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
+    size = values.shape[1] // scale.shape[1]
+    centred = values.astype(np.float32) - np.repeat(zero, size, 1).astype(np.float32)
+    return centred * np.repeat(scale, size, 1)
+
+
+def words(values: np.ndarray, places: Sequence[int] = range(8)) -> np.ndarray:
+    """Packs eight integers of the last axis in a word; ``places`` has the number of each."""
+    packed = np.zeros((*values.shape[:-1], values.shape[-1] // 8), np.uint32)
+    for index, number in enumerate(places):
+        packed |= values[..., number::8] << np.uint32(4 * index)
+    return packed.view(np.int32)
+
+
+def _awq(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    values, scale, zero = integers(weights, symmetric=False)
+    stem = name.removesuffix("weight")
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    stored = {
+        f"{stem}qweight": words(values.T, order),
+        f"{stem}qzeros": words(zero.T, order),
+        f"{stem}scales": scale.T.astype(np.float16),
+    }
+    return stored, dequantised(values, scale, zero)
+
+
+def _gptq(
+    name: str, weights: np.ndarray, *, symmetric: bool = True, added: int = -1
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Stores zero points plus ``added``, and a bias of zeros as AutoGPTQ does."""
+    values, scale, zero = integers(weights, symmetric)
+    stem = name.removesuffix("weight")
+    stored = {
+        f"{stem}qweight": words(values).T,
+        f"{stem}qzeros": words(np.maximum(zero, 1).T + np.uint32(added % 2**32)),
+        f"{stem}scales": scale.T.astype(np.float16),
+        f"{stem}g_idx": (np.arange(weights.shape[1]) // GROUP).astype(np.int32),
+        f"{stem}bias": np.zeros(len(weights), np.float16),
+    }
+    return stored, dequantised(values, scale, np.maximum(zero, 1))
+
+
+def _packed_with_zeros(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    values, scale, zero = integers(weights, symmetric=False)
+    stem = name.removesuffix(".weight")
+    stored = {
+        f"{stem}.weight_packed": words(values),
+        f"{stem}.weight_scale": scale,
+        f"{stem}.weight_zero_point": words(zero.T).T,
+        f"{stem}.weight_shape": np.array(weights.shape, np.int64),
+    }
+    return stored, dequantised(values, scale, zero)
+
+
+def _nvfp4(
+    name: str, weights: np.ndarray, *, divides: bool
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Stores pairs of FP4 in blocks of 8 or 16 inputs: the files' blocks are cut off at the end."""
+    inputs = weights.shape[1]
+    padded = np.pad(weights, ((0, 0), (0, -inputs % 16))).reshape(len(weights), -1, 16)
+    factor = (np.abs(weights).max() / np.float32(6 * 448)).astype(np.float32)
+    scale = to_e4m3(np.abs(padded).max(-1) / 6 / factor)
+    if divides:
+        factor = np.float32(1) / factor
+        sizes = scale.astype(np.float32) / factor
+    else:
+        sizes = scale.astype(np.float32) * factor
+    nearest = np.abs(np.abs(padded / sizes[..., None])[..., None] - FP4).argmin(-1)
+    dense = np.sign(padded) * FP4[nearest] * sizes[..., None]
+    codes = (nearest | ((padded < 0) << 3)).astype(np.uint8).reshape(len(weights), -1)[:, :inputs]
+    pairs = codes[:, 0::2] | (codes[:, 1::2] << 4)
+    stem = name.removesuffix(".weight")
+    stored = (
+        {f"{stem}.weight_packed": pairs, f"{stem}.weight_global_scale": factor.reshape(1)}
+        if divides
+        else {name: pairs, f"{stem}.weight_scale_2": np.array(factor)}
+    )
+    dense = dense.astype(np.float32).reshape(len(weights), -1)[:, :inputs]
+    return {**stored, f"{stem}.weight_scale": scale}, dense
+
+
 def mxfp4(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Stores experts ``[E, in, out]`` in blocks of 32 inputs, two values in a byte.
 
@@ -198,6 +294,10 @@ FP8_CONFIG: dict[str, Any] = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK],
     "modules_to_not_convert": ["lm_head"],
 }  # fmt: skip
+GPTQ_CONFIG: dict[str, Any] = {
+    "quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True, "damp_percent": 0.01,
+    "true_sequential": True, "static_groups": False, "model_file_base_name": "model",
+}  # fmt: skip
 _FLOAT = {"num_bits": 8, "type": "float"}
 _INT = {"num_bits": 8, "type": "int"}
 RECIPES = {
@@ -217,6 +317,35 @@ RECIPES = {
     "int4": Recipe(
         _packed,
         group({"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}, "pack-quantized"),
+    ),
+    "int4 with zeros": Recipe(
+        _packed_with_zeros,
+        group(
+            {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": False,
+             "actorder": "weight"},
+            "pack-quantized",
+        ),
+    ),
+    "awq": Recipe(
+        _awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm",
+               "modules_to_not_convert": ["lm_head"]},
+    ),
+    "gptq": Recipe(_gptq, GPTQ_CONFIG),
+    "gptq with zeros": Recipe(
+        functools.partial(_gptq, symmetric=False, added=0),
+        {**GPTQ_CONFIG, "sym": False, "checkpoint_format": "gptq_v2", "desc_act": True},
+    ),
+    "nvfp4": Recipe(
+        functools.partial(_nvfp4, divides=True),
+        group(
+            {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16,
+             "scale_dtype": "torch.float8_e4m3fn"},
+            "nvfp4-pack-quantized",
+        ),
+    ),
+    "nvfp4 of modelopt": Recipe(
+        functools.partial(_nvfp4, divides=False),
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
     ),
     "fbgemm": Recipe(_fbgemm, {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]}),
     "modelopt": Recipe(

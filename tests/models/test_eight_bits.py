@@ -1,4 +1,4 @@
-"""Weights in FP8 and int8: unchanged by drafts, shared with drafters, divided by meshes."""
+"""Weights in FP8, int8 and int4: unchanged by drafts, shared with drafters, divided by meshes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ from quantised import plain, written
 
 import eagle3_jax as e3
 from eagle3_jax.devices.sharding import param_shardings
-from eagle3_jax.models.quantised import EightBitKernel, Fp8Kernel, eight_bit_shapes, quantise_int8
+from eagle3_jax.models.quantised import (
+    Fp8Kernel,
+    Int4Kernel,
+    QuantisedKernel,
+    quantise_int8,
+    quantised_shapes,
+)
 from eagle3_jax.topology import Chain, DynamicTree
 
 PROMPTS = ([1, 17, 5, 42], [9, 3])
@@ -30,6 +36,10 @@ TARGETS: dict[str, Callable[[Path], e3.LoadedTarget]] = {
         written(folder, "tensor")[0], weights="fp8-dynamic"
     ),
     "int8": lambda folder: e3.load_target(plain(folder / "target"), weights="int8"),
+    "int4": lambda folder: e3.load_target(written(folder, "gptq")[0], weights="int4"),
+    "int4 with zeros": lambda folder: e3.load_target(
+        written(folder, "int4 with zeros")[0], dtype="mixed", weights="int4"
+    ),
     "int8, tied": lambda folder: random_targets.in_eight_bits(
         tiny.target(61, tie_embeddings=True), "int8"
     ),
@@ -68,7 +78,7 @@ def test_a_drafter_has_the_weights_of_its_target_and_changes_nothing(
     dense = e3.load_drafter(files, target=e3.load_target(path))
     drafter = e3.load_drafter(files, target=target)
 
-    is_kernel = lambda leaf: isinstance(leaf, EightBitKernel)
+    is_kernel = lambda leaf: isinstance(leaf, QuantisedKernel)
     kernels = list(filter(is_kernel, jax.tree.leaves(drafter.params, is_leaf=is_kernel)))
     assert kernels
     assert all(kernel.dynamic == (weights != "fp8") for kernel in kernels)
@@ -90,6 +100,11 @@ def fp8(inputs: int, block: int) -> Fp8Kernel:
     )
 
 
+def int4(inputs: int, block: int) -> Int4Kernel:
+    scale = np.ones((inputs // block, 8), np.float32)
+    return Int4Kernel.packed(np.ones((inputs, 8), np.int8), scale, scale.astype(np.int8), block)
+
+
 MESH = AbstractMesh((2, 2), ("data", "model"))
 COLUMNS = PartitionSpec(None, "model")
 ROWS = PartitionSpec("model", None)
@@ -101,6 +116,9 @@ ROWS = PartitionSpec("model", None)
         (fp8(64, 64), ROWS, COLUMNS, PartitionSpec(None, None)),
         (fp8(64, 16), ROWS, COLUMNS, PartitionSpec("model", None)),
         (fp8(48, 16), ROWS, COLUMNS, PartitionSpec(None, None)),  # half of three blocks
+        (int4(64, 16), ROWS, ROWS, PartitionSpec("model", None)),
+        (int4(48, 16), ROWS, PartitionSpec(None, None), PartitionSpec(None, None)),
+        (int4(48, 16), COLUMNS, COLUMNS, COLUMNS),
         (quantise_int8(np.ones((8, 16), np.float32)), COLUMNS, COLUMNS, PartitionSpec("model")),
         (quantise_int8(np.ones((8, 16), np.float32)), ROWS, ROWS, PartitionSpec(None)),
         (
@@ -121,7 +139,7 @@ def test_scales_are_divided_as_their_values_are(
 
 def test_a_mesh_divides_the_kernels_of_a_model() -> None:
     model: Any = tiny.target(60).model
-    shapes = eight_bit_shapes(model.param_shapes(), model.param_products(), "fp8")
+    shapes = quantised_shapes(model.param_shapes(), model.param_products(), "fp8")
     shardings = param_shardings(MESH, model, shapes)["blocks"][0]["attention"]
     assert shardings["qkv"]["kernel"].values.spec == ROWS
     assert shardings["qkv"]["kernel"].scale.spec == PartitionSpec(None, "model")

@@ -23,7 +23,7 @@ from eagle3_jax.models.config import DecoderConfig, Experts, LayerConfig
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision, product
 from eagle3_jax.models.mixture import Stack, gather_chosen, loop_over_runs, mixture, run_all
-from eagle3_jax.models.quantised import LAYER, Fp8Kernel, eight_bit_shapes, quantise
+from eagle3_jax.models.quantised import LAYER, Fp8Kernel, quantise, quantised_shapes
 from eagle3_jax.models.routers import Routing
 
 # One of each network: the others have the same kernels in other files.
@@ -211,7 +211,7 @@ def test_a_dense_target_is_rounded_where_products_read_it_and_nowhere_else(tmp_p
     assert len(kernels) == 4 * LAYERS
 
     model: Any = fp8.model
-    expected = eight_bit_shapes(model.param_shapes(), model.param_products(), "fp8")
+    expected = quantised_shapes(model.param_shapes(), model.param_products(), "fp8")
     assert jax.tree.map(lambda leaf: leaf.shape, fp8.params) == jax.tree.map(
         lambda leaf: leaf.shape, expected
     )
@@ -264,6 +264,10 @@ def test_commands_say_how_a_target_is_stored(tmp_path: Path, cli: Any) -> None:
     _, out, _ = cli(*command, "--weights", "fp8-dynamic")
     assert "weights: fp8-dynamic; lossless relative to the target with these weights" in out
 
-    code, _, err = cli(*command, "--weights", "int4")
+    _, out, _ = cli(*command, "--weights", "int4")
+    assert "weights: int4; lossless relative to the target with these weights" in out
+
+    code, _, err = cli(*command, "--weights", "int3")
     assert code == 2
-    assert err == "error: weights 'int4' are not known; use one of dense, fp8, fp8-dynamic, int8\n"
+    known = "dense, fp8, fp8-dynamic, int8, int4"
+    assert err == f"error: weights 'int3' are not known; use one of {known}\n"

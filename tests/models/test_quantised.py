@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import quantised as by_hand
 from checkpoints import edit_config, edited, refused, same_params, write_checkpoint
-from quantised import BLOCK, FP8_CONFIG, KEPT, LAYERS, RECIPES, plain, written
+from quantised import BLOCK, FP8_CONFIG, INT4, KEPT, LAYERS, RECIPES, plain, written
 
 from eagle3_jax import conversion
 from eagle3_jax.conversion.fields import Fields
@@ -27,9 +27,8 @@ def test_a_quantised_target_is_read_as_what_it_stands_for(tmp_path: Path, name: 
     assert stored.config == dense.config
     assert stored.quantisation is not None
     assert stored.quantisation.num_tensors == LAYERS * 7
-    assert stored.quantisation.kept_as == (
-        "fp8" if name in KEPT else "int8" if name == "int8" else ""
-    )
+    kept_as = {**dict.fromkeys(KEPT, "fp8"), **dict.fromkeys(INT4, "int4"), "int8": "int8"}
+    assert stored.quantisation.kept_as == kept_as.get(name, "")
 
 
 def test_conversion_writes_what_it_stands_for_in_bfloat16(tmp_path: Path) -> None:
@@ -164,17 +163,35 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "two of one": (
         "int4", {}, {f"{Q}.weight": np.ones((32, 32), np.float32)}, f"gives {Q}.weight twice, the second time as {Q}"
     ),
-    "no method": ("fp8", {"quant_method": None}, {}, "quant_method is None; those that are read are fp8, compressed"),
-    "another method": ("fp8", {"quant_method": "gptq"}, {}, "quant_method is 'gptq'; those that are read are fp8"),
+    "no method": ("fp8", {"quant_method": None}, {}, "quant_method is None; those that are read are fp8, awq, c"),
+    "another method": ("fp8", {"quant_method": "aqlm"}, {}, "quant_method is 'aqlm'; those that are read are fp8"),
     "one scale": ("fp8", {"weight_block_size": None}, {}, r"weight_scale_inv has shape \[2, 2\]; .* asks for \[1\]"),
     "another format": ("int4", {"format": "marlin-24"}, {}, "format is 'marlin-24'; expected one of float-q"),
     "sparse": ("int8", {"sparsity_config": {"format": "sparse-24-bitmask"}}, {}, "'sparse-24-bitmask'; only 'dense'"),
+    "no zero points": ("int4 with zeros", {}, {f"{Q}.weight_zero_point": None}, f"comes without {Q}.weight_zero_point"),
+    "AWQ of another product": ("awq", {"version": "gemv"}, {}, "version is 'gemv'; expected 'gemm' or 'GEMM'"),
+    "an unknown setting": ("awq", {"rotation": "hadamard"}, {}, "rotation is 'hadamard'; this setting is not known"),
+    "no zero points of AWQ": ("awq", {}, {f"{Q}.qzeros": None}, f"{Q}.qweight comes without {Q}.qzeros"),
+    "words of another shape": (
+        "awq", {}, {f"{Q}.qweight": np.ones((4, 32), np.int32)}, r"qweight has shape \[4, 32\]; .* asks for \[4, 4\]"
+    ),
+    "three bits": ("gptq", {"bits": 3}, {}, "bits is 3; expected 2, 4 or 8"),
+    "another order of GPTQ": ("gptq", {"checkpoint_format": "marlin"}, {}, "checkpoint_format is 'marlin'; expected 'gp"),
+    "modules of their own": ("gptq", {"dynamic": {"+:.*down.*": {"bits": 8}}}, {}, "down.* has settings of its own"),
+    "a group too many": ("gptq", {}, {f"{Q}.g_idx": np.full(32, 4, np.int32)}, "g_idx names groups beyond the 4 that have"),
+    "a bias that counts": ("gptq", {}, {f"{Q}.bias": np.ones(32, np.float16)}, f"unexpected {Q}.bias"),
+    "no global scale": ("nvfp4", {}, {f"{Q}.weight_global_scale": None}, f"comes without {Q}.weight_global_scale"),
+    "scaled activations": (
+        "nvfp4 of modelopt", {}, {f"{Q}.pre_quant_scale": np.ones(32, np.float32)}, f"unexpected {Q}.pre_quant_scale"
+    ),
+    "other blocks": ("nvfp4 of modelopt", {"group_size": 32}, {}, "group_size is 32; only 16 is supported"),
     "no groups": ("int8", {"config_groups": {}}, {}, "config_groups says nothing of weights"),
 }  # fmt: skip
 _GROUPS = by_hand.group({"num_bits": 8, "type": "int", "strategy": "channel"}, "")["config_groups"]
 _WEIGHTS = _GROUPS["group_0"]["weights"]
 OF_WEIGHTS: dict[str, tuple[dict[str, Any], str]] = {
-    "asymmetric": ({"symmetric": False}, "symmetric is False; only True is supported"),
+    "asymmetric": ({"symmetric": False}, "weight comes without .*weight_zero_point"),
+    "unknown": ({"rotated": True, "num_bits": 4}, "rotated is True; this setting is not known"),
     "bits": ({"num_bits": 4}, "num_bits 4 of type 'int' is not read in the format 'int-quantized'"),
     "group": ({"strategy": "group"}, "has no group_size"),
 }

@@ -26,7 +26,7 @@ from eagle3_jax.models import flash
 from eagle3_jax.models.config import DecoderConfig, usual_head
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import BFLOAT16, stored_type
-from eagle3_jax.models.quantised import eight_bit_shapes
+from eagle3_jax.models.quantised import quantised_shapes
 from eagle3_jax.sampling import row_keys
 from eagle3_jax.topology import Chain, DynamicTree
 from eagle3_jax.types import SamplingMode, SamplingParams
@@ -250,7 +250,7 @@ def _params(case: Case, loop: SpeculativeLoop) -> LoopParams:
         return (
             dense
             if case.weights == "dense"
-            else eight_bit_shapes(dense, part.param_products(), case.weights)
+            else quantised_shapes(dense, part.param_products(), case.weights)
         )
 
     target: Any = stored(loop.target)

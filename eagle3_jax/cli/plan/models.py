@@ -16,7 +16,13 @@ from eagle3_jax.files.sources import (
     similar_drafters,
 )
 from eagle3_jax.models.config import DecoderConfig, Eagle3Config, usual_head
-from eagle3_jax.theory.known_models import KNOWN_MODELS, known_name, similar_targets
+from eagle3_jax.theory.known_models import (
+    KNOWN_MODELS,
+    PUBLISHED_WEIGHTS,
+    known_name,
+    similar_targets,
+)
+from eagle3_jax.theory.memory import LayerBits
 from eagle3_jax.theory.sizes import Parameters, Sizes, head_sizes, sizes_of
 
 if TYPE_CHECKING:
@@ -33,6 +39,8 @@ class Target(NamedTuple):
 
     name: str
     config: DecoderConfig
+    weights: str = "bfloat16"  #: How its layers are published, a key of ``WEIGHT_BITS``.
+    stored: LayerBits | None = None  #: The bits of its weights, if its file is quantised.
 
 
 class Head(NamedTuple):
@@ -50,11 +58,18 @@ def read_target(source: str | None) -> Target:
     """
     name = known_name(source, KNOWN_MODELS) if source else None
     if name is not None:
-        return Target(name, KNOWN_MODELS[name])
+        return Target(name, KNOWN_MODELS[name], PUBLISHED_WEIGHTS.get(name, "bfloat16"))
 
     from eagle3_jax.conversion.families import read_config
+    from eagle3_jax.conversion.quantised import stored_bits
 
-    return Target(source or "the bundled target", read_config(_fields(source, "target")))
+    fields = _fields(source, "target")
+    target = Target(source or "the bundled target", read_config(fields))
+    bits = stored_bits(fields, Path(fields.where).parent, target.config.num_layers)
+    if bits is None:
+        return target
+    kind, *of_layers = bits
+    return target._replace(weights=kind, stored=LayerBits(*of_layers))
 
 
 def read_head(source: str | None, target: Target, *, bundled: bool) -> Head:

@@ -74,9 +74,14 @@ class DeploymentOptions:
     memory_gb: Annotated[float | None, Option(help="Memory of the accelerator.")] = None
     num_gpus: Annotated[int, Option(help="Tensor-parallel size.", min=1)] = 1
     weights: Annotated[
-        str,
-        Option(help=f"Type of the target's layers: {', '.join(WEIGHT_BITS)}, or bf16, fp16, fp32."),
-    ] = "bfloat16"
+        str | None,
+        Option(
+            help=(
+                f"Type of the target's layers: {', '.join(WEIGHT_BITS)}, or bf16, fp16, fp32."
+                " Default: as the target is published."
+            )
+        ),
+    ] = None
     cache: Annotated[str, Option(help=f"Type of both caches: {', '.join(CACHE_BYTES)}.")] = (
         "bfloat16"
     )
@@ -89,6 +94,7 @@ class DeploymentOptions:
                 names the option.
         """
         target = read_target(self.target)
+        weights = self.weights
         head = read_head(self.drafter, target, bundled=self.target is None)
 
         if self.bandwidth_gb_per_s is not None:
@@ -111,8 +117,9 @@ class DeploymentOptions:
             head=head.config,
             accelerator=accelerator,
             num_accelerators=self.num_gpus,
-            weights=_SHORT.get(self.weights, self.weights),
+            weights=target.weights if weights is None else _SHORT.get(weights, weights),
             cache=_SHORT.get(self.cache, self.cache),
+            stored=target.stored if weights is None else None,
             target_name=target.name,
             head_name=head.name,
         )
