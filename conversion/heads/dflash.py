@@ -11,10 +11,8 @@ Speculators and this library count the layer that this output *enters*, which is
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
-
-import numpy as np
 
 from eagle3_jax.conversion import blocks, draft_vocab, hf_config, rules
 from eagle3_jax.conversion.errors import CheckpointError, short
@@ -109,16 +107,35 @@ def head_rules(config: DFlashConfig) -> list[Rule]:
 
 def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     """Reads a block drafter in either dialect."""
+    return read_block(KIND, head_rules, read_config, stored, target)
+
+
+def read_block(
+    kind: HeadKind,
+    table_of: Callable[[Any], list[Rule]],
+    describe: Callable[..., Any],
+    stored: Stored,
+    target: DecoderConfig | None,
+) -> HeadCheckpoint:
+    """Reads a block drafter of a kind.
+
+    Args:
+        kind: DFlash or DFlash2.
+        table_of: Returns the rules of its tensors.
+        describe: Its :func:`read_config`.
+        stored: The files of the head.
+        target: The target that it drafts for; ``None`` if unknown.
+    """
     directory = str(stored.directory)
     top = stored.fields
     tensors = rules.renamed(stored.tensors, _rename, directory)
-    _refuse_relatives(tensors, top, directory)
+    _refuse_relatives(top, directory)
     if (stored.directory / "mask_embedding.pt").exists():
         raise CheckpointError(
             f"{directory} has a mask_embedding.pt; a separate mask embedding is not supported"
         )
 
-    config = read_config(top, own_output="lm_head.weight" in tensors)
+    config = describe(top, own_output="lm_head.weight" in tensors)
     rules.check_layers(
         config.num_layers, tensors, r"layers\.(\d{1,9})\.", f"{top.where}: num_hidden_layers"
     )
@@ -135,10 +152,10 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     ids = draft_vocab.read(tensors, config, directory)
     is_full = config.draft_vocab_size == config.vocab_size
     return read_as(
-        KIND,
+        kind,
         stored,
         config,
-        head_rules(config),
+        table_of(config),
         tensors,
         target=target,
         extra_names=DRAFT_VOCABULARY,
@@ -168,7 +185,7 @@ def read_config(
     its draft vocabulary is smaller than the target's.
     """
     del target  # the file has all settings
-    fields = _merged(top)
+    fields = merged(top)
     nested = is_speculators(top.values)
     geometry = top.section("transformer_layer_config") if nested else top
     _refuse_settings(fields, geometry)
@@ -211,7 +228,7 @@ def _is_spark(fields: Fields) -> bool:
     return fields.get("projector_type") == "dspark" or fields.get("markov_rank") is not None
 
 
-def _merged(top: Fields) -> Fields:
+def merged(top: Fields) -> Fields:
     """Returns the fields at the top level, in ``dflash_config`` and in ``eagle_config``."""
     sections = {"": top} | {
         f" in {name}": top.section(name) for name in ("eagle_config", "dflash_config")
@@ -223,18 +240,13 @@ def _merged(top: Fields) -> Fields:
     return Fields(values, top.where)
 
 
-def _refuse_relatives(tensors: Mapping[str, np.ndarray], top: Fields, where: str) -> None:
+def _refuse_relatives(top: Fields, where: str) -> None:
     """Refuses related block drafters with parts that are not supported."""
-    signs = Signs.read(top)
-    method = str(_merged(top).get("projector_type") or signs.method)
-    has_parts = any("candidate_selector." in name or "_conv." in name for name in tensors)
-    if has_parts or method == "dflash2" or "DFlash2" in signs.architecture:
+    method = str(merged(top).get("projector_type") or Signs.read(top).method)
+    if method not in ("", "dflash", "dflash2", "dspark", "jetspec"):
         raise CheckpointError(
-            f"{where} is a DFlash2 drafter, with convolutions and a selector; it is not loaded"
-        )
-    if method not in ("", "dflash", "dspark", "jetspec"):
-        raise CheckpointError(
-            f"{where} is a {short(method)} drafter; DFlash, DSpark and JetSpec ones are loaded"
+            f"{where} is a {short(method)} drafter; DFlash, DFlash2, DSpark and JetSpec ones are"
+            " loaded"
         )
 
 
@@ -294,9 +306,14 @@ def _from_anchor(fields: Fields, nested: bool, spark: bool) -> bool:
 
 def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
     """Writes a head for vLLM (and z-lab's code, if it is plain DFlash) or for speculators."""
-    refuse_inexpressible(dialect, _refusals(checkpoint, dialect))
-    values = _vllm_fields(checkpoint) if dialect == "vllm" else _speculators_fields(checkpoint)
+    values = layout_fields(checkpoint, dialect)
     return Layout(values, head_tensors(KIND, checkpoint, head_rules(checkpoint.config)))
+
+
+def layout_fields(checkpoint: HeadCheckpoint, dialect: str) -> dict[str, Any]:
+    """Returns the ``config.json`` of a block drafter in a layout that can express it."""
+    refuse_inexpressible(dialect, _refusals(checkpoint, dialect))
+    return _vllm_fields(checkpoint) if dialect == "vllm" else _speculators_fields(checkpoint)
 
 
 def _refusals(checkpoint: HeadCheckpoint, dialect: str) -> dict[str, Any]:

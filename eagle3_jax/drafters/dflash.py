@@ -32,7 +32,7 @@ tokens.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -211,9 +211,7 @@ class DFlashHead(nnx.Module):
         options = {"precision": precision, "rngs": rngs}
         self.fc = Linear(len(config.aux_layers) * config.target_width, width, **options)
         self.feature_norm = RMSNorm(width, eps)
-        self.blocks = nnx.List(
-            [Block(layer, width=width, norm_eps=eps, **options) for layer in config.layers]
-        )
+        self.blocks = nnx.List([self.block_of(layer, config, **options) for layer in config.layers])
         self.norm = RMSNorm(width, eps)
 
         if config.own_output:
@@ -227,6 +225,11 @@ class DFlashHead(nnx.Module):
                 rank = config.markov.rank
             self.confidence = Linear(width + rank, 1, bias=True, **options)
         self.config = config
+
+    @staticmethod
+    def block_of(layer: LayerConfig, config: DFlashConfig, **options: Any) -> Block:
+        """Returns a layer of the network."""
+        return Block(layer, width=config.width, norm_eps=config.norm_eps, **options)
 
     def context(
         self, features: Float[Array, "B T A Dt"], positions: Int[Array, "B T"]
@@ -341,14 +344,7 @@ class DFlashDrafter(NetworkDrafter):
         """Runs the block once, then chooses tokens level by level from its logits."""
         head = self.bind(params)
         hidden = self.read_block(params, head, state)
-        base = self.logits(params, head, hidden)
-
-        def level(depth: int, tokens: Any, carry: Any) -> Level:
-            if self.config.markov is None:
-                return Level(base[:, depth, None], carry, memory=())
-            row = jnp.broadcast_to(hidden[:, depth, None], (*tokens.shape, hidden.shape[-1]))
-            bias, carry = head.markov(tokens, row, carry)
-            return Level(base[:, depth, None] + bias, carry, memory=())
+        level = self.level(head, hidden, self.logits(params, head, hidden))
 
         def run(tokens: Any, carry: Any, depth: int, mask: Any, memory: Any) -> Level:
             # These tokens were drafted from the row before; the next row gives their children.
@@ -370,6 +366,29 @@ class DFlashDrafter(NetworkDrafter):
         )
         draft, _ = self.grow(inputs)
         return draft
+
+    def level(
+        self, head: Any, hidden: Float[Array, "B K D"], base: Float[Array, "B K W"]
+    ) -> Callable[[int, Any, Any], Level]:
+        """Returns a function that gives a level of the draft.
+
+        Its arguments are the index of the row that predicts the level, the tokens ``[B k]`` before
+        it, and their carry.
+
+        Args:
+            head: The network.
+            hidden: ``[B K D]``, the rows of the block that predict.
+            base: ``[B K W]``, their logits.
+        """
+
+        def level(depth: int, tokens: Any, carry: Any) -> Level:
+            if self.config.markov is None:
+                return Level(base[:, depth, None], carry, memory=())
+            row = jnp.broadcast_to(hidden[:, depth, None], (*tokens.shape, hidden.shape[-1]))
+            bias, carry = head.markov(tokens, row, carry)
+            return Level(base[:, depth, None] + bias, carry, memory=())
+
+        return level
 
     def read_block(
         self, params: Params, head: DFlashHead, state: DFlashState
@@ -395,9 +414,13 @@ class DFlashDrafter(NetworkDrafter):
         committed = (slot < cache.length[:, None])[:, None]
         segments = [Segment(KeyValue(layer.keys, layer.values), committed) for layer in layers]
 
-        embedded = embed(params["embedding"], tokens, self.precision)
+        embedded = self.embedded(params, tokens)
         contexts = [BlockContext((segment,), mask) for segment in segments]
         return head(embedded, positions, contexts)[:, -self.max_depth :]
+
+    def embedded(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Returns the input of the block."""
+        return embed(params["embedding"], tokens, self.precision)
 
     def logits(
         self, params: Params, head: DFlashHead, hidden: Float[Array, "B T D"]
