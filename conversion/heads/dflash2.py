@@ -90,11 +90,13 @@ def read_config(
     fields = dflash.merged(top)
     _refuse_unknown(top, nested)
 
-    sizes = {
+    sizes: dict[str, Any] = {
         name: fields.size(field, default if nested else None)
         for field, (name, default) in _SIZES.items()
     }
-    scales = {name: fields.optional_number(field) for field, (name, _) in _SCALES.items()}
+    scales: dict[str, Any] = {
+        name: fields.optional_number(field) for field, (name, _) in _SCALES.items()
+    }
     # Engines read a cap of zero as none.
     scales["logit_softcap"] = scales["logit_softcap"] or None
     scales = {name: value for name, value in scales.items() if value is not None}

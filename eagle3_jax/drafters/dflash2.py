@@ -149,7 +149,12 @@ class ConvolvedBlock(Block):
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], context: AttentionContext
     ) -> tuple[Float[Array, "B T D"], Any]:
         """Returns the residual stream after the layer; its keys and values are not stored."""
-        attend = lambda rows: self.attention(rows, positions, context)[0]
+        assert self.attention_norm is not None
+        assert self.mlp_norm is not None
+
+        def attend(rows: Array) -> Array:
+            return self.attention(rows, positions, context)[0]
+
         between = x + self.attention_convolution(self.attention_norm(x), attend)
         return between + self.mlp_convolution(self.mlp_norm(between), self.mlp), ()
 
