@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.drafters.dflash import DFlashConfig, DFlashDrafter, DFlashHead
+from eagle3_jax.drafters.dflash import DFlashConfig, DFlashDrafter, DFlashHead, is_near
 from eagle3_jax.models.attention import Segment
 from eagle3_jax.models.context import BlockContext
 from eagle3_jax.models.decoder import DecoderTarget
@@ -163,9 +163,18 @@ def run_blocks(
     tokens = jnp.full((batch_size, num, rows), config.mask_token, jnp.int32).at[:, :, 0].set(first)
     before = (batch.positions[:, None] < anchors[:, :, None]) & batch.attention_mask[:, None]
     context_mask = jnp.repeat(before, rows, axis=1)
-    block_mask = same_block(num, config)
-    contexts = [BlockContext((Segment(kv, context_mask),), block_mask) for kv in context]
     flat = (batch_size, num * rows)
+    masks = {}
+    for window in dict.fromkeys(config.windows):
+        seen = context_mask
+        if window is not None:
+            seen = seen & is_near(positions.reshape(flat), batch.positions, window)
+        masks[window] = (seen, same_block(num, config, window))
+
+    contexts = []
+    for kv, window in zip(context, config.windows, strict=True):
+        seen, block_mask = masks[window]
+        contexts.append(BlockContext((Segment(kv, seen),), block_mask))
     embedded = embed(params["embedding"], tokens.reshape(flat), drafter.precision)
     hidden = head(embedded, positions.reshape(flat), contexts).reshape(batch_size, num, rows, -1)
     hidden = hidden[:, :, rows - count :]
@@ -189,13 +198,18 @@ def run_blocks(
     return logits, survival
 
 
-def same_block(num: int, config: DFlashConfig) -> Bool[Array, "1 R R"]:
-    """Returns the attention mask of ``num`` blocks: rows attend to their own block only."""
+def same_block(num: int, config: DFlashConfig, window: int | None) -> Bool[Array, "1 R R"]:
+    """Returns the attention mask of ``num`` blocks in layers with a window.
+
+    Rows attend to their own block only.
+    """
     row = jnp.arange(num * config.block_size)
     block = row // config.block_size
     mask = block[:, None] == block[None, :]
-    if config.causal:
+    if config.is_causal(window):
         mask &= row[:, None] >= row[None, :]
+    if window is not None:
+        mask &= is_near(row, row, window)
     return mask[None]
 
 
