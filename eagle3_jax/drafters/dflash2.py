@@ -131,7 +131,7 @@ class Convolution(nnx.Module):
         total = jnp.zeros_like(rows)
         for tap in range(self.config.taps):
             change = jnp.repeat(changes[:, :, tap], self.config.conv_group, axis=-1)
-            kernel = base[tap].astype(jnp.float32) + change.astype(jnp.float32)
+            kernel = base[None, None, tap].astype(jnp.float32) + change.astype(jnp.float32)
             earlier = jnp.pad(rows, ((0, 0), (tap, 0), (0, 0)))[:, : rows.shape[1]]
             total = total + kernel * earlier
         return total.astype(x.dtype)

@@ -49,6 +49,11 @@ ALL_DRAFTERS: dict[str, Callable[[], LoadedDrafter]] = {
         TARGET, draft_sampling=PROBABILISTIC, block_size=3, from_anchor=True, markov=Markov(rank=4)
     ),
     "DSpark dynamic tree": lambda: tiny.dflash(TARGET, TREE, markov=Markov(rank=4)),
+    "DFlash2 chain": lambda: tiny.dflash2(TARGET, Chain(3)),
+    "DFlash2 sampled chain": lambda: tiny.dflash2(
+        TARGET, draft_sampling=PROBABILISTIC, layers=tiny.layers(2, qk_norm=True, window=3)
+    ),
+    "DFlash2 dynamic tree": lambda: tiny.dflash2(TARGET, TREE, logit_softcap=2.0),
     "EAGLE-3.1 chain": lambda: tiny.eagle3(
         TARGET, Chain(2), norm_output=True, fc_norm=True, num_layers=2
     ),

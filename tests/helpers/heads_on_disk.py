@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from block_heads import BlockHead
 from checkpoints import TARGET, Head, edit_config, edit_tensors, write_checkpoint, write_llama
+from convolved_heads import ConvolvedHead
 from torch_heads import MTP, Eagle1
 
 from eagle3_jax.models.config import uniform
@@ -58,6 +59,7 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "DFlash head (vllm layout)": BlockHead().write,
     "JetSpec head (vllm layout)": BlockHead(causal=True).write,
     "DSpark head (vllm layout)": BlockHead(from_anchor=True, rank=4, confidence="markov").write,
+    "DFlash2 head (vllm layout)": ConvolvedHead().write,
     "draft model": write_draft_model,
 }
 
