@@ -15,6 +15,7 @@ from eagle3_jax.conversion.families import (
     llama,
     llama4,
     mistral,
+    muse_glimmer,
     olmo2,
     phi3,
     qwen,
@@ -40,6 +41,7 @@ FAMILIES: dict[str, Family] = {
         granite.FAMILY,
         phi3.FAMILY,
         *cohere.FAMILIES,
+        muse_glimmer.FAMILY,
     )
 }
 # Models of text and other media, with a language model of one of these families.
@@ -52,6 +54,7 @@ WRAPPERS: dict[str, Wrapper] = {
         deepseek.WRAPPER,
         qwen.WRAPPER,
         gemma.WRAPPER,
+        muse_glimmer.WRAPPER,
     )
 }
 

@@ -7,6 +7,7 @@ layer, and ``candidate_selector``. The settings of both parts are in ``dflash_co
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from eagle3_jax.conversion import rules
@@ -101,9 +102,19 @@ def read_config(
     scales["logit_softcap"] = scales["logit_softcap"] or None
     scales = {name: value for name, value in scales.items() if value is not None}
 
-    config = dflash.read_config(top, target, own_output=own_output)
+    # DFlash has no scales.
+    section = top.section("dflash_config").values
+    plain = {
+        **_without_scales(top.values),
+        "dflash_config": _without_scales(section),
+    }
+    config = dflash.read_config(Fields(plain, top.where), target, own_output=own_output)
     with read_from(top.where):
         return DFlash2Config(**vars(config), **sizes, **scales)
+
+
+def _without_scales(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in _SCALES}
 
 
 def _refuse_unknown(top: Fields, nested: bool) -> None:
@@ -140,8 +151,6 @@ def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
         values |= {"speculators_model_type": "dflash2", **settings}
         values["speculators_config"]["algorithm"] = "dflash2"
     else:
-        # z-lab and vLLM infer the causality of layers with a window if no field states it.
-        values |= {"is_causal": config.causal}
         values["dflash_config"] |= settings | scales | {"block_size": config.block_size}
     return Layout(values, head_tensors(KIND, checkpoint, head_rules(config)))
 
@@ -166,7 +175,7 @@ KIND = HeadKind(
     read=read,
     read_config=read_config,
     write=write,
-    layouts=dflash.KIND.layouts,
+    layouts=("vllm", "speculators"),
     stacks=dflash.KIND.stacks,
     dialect=dflash.dialect,
     examine=examine,

@@ -140,10 +140,11 @@ class DFlashConfig:
             )
         if grouped(self.layers[0]).chunk is not None:
             raise ValueError("the layers attend to chunks; a block drafter has windows, no chunks")
-        if self.causal_windows and (self.causal or not any(self.windows)):
+        is_mixed = any(self.windows) and not all(self.windows)
+        if self.causal_windows and (self.causal or not is_mixed):
             raise ValueError(
-                "causal_windows is for a block with a layer that has a window, and a block that is"
-                " not causal itself; leave it out"
+                "causal_windows is for layers with and without a window in a block that is not"
+                " causal; set causal alone"
             )
 
         if not 0 <= self.mask_token < self.vocab_size:
