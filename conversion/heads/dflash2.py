@@ -29,25 +29,20 @@ from eagle3_jax.drafters.dflash2 import DFlash2Config, DFlash2Drafter
 from eagle3_jax.models.config import DecoderConfig
 
 _SELECTOR = "candidate_selector"
-# Our names, and speculators' defaults.
-_SIZES = {
-    "conv_kernel_size": ("taps", 2),
-    "conv_group_size": ("conv_group", 16),
-    "selector_rank": ("selector_rank", 256),
-    "selector_top_k": ("num_candidates", 16),
-}
+# Sizes with speculators' defaults, and factors with those of all engines.
+_SIZES = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 _SCALES = {
-    "input_embedding_scale": ("embedding_scale", 1.0),
-    "output_multiplier": ("logit_scale", 1.0),
-    "final_logit_softcapping": ("logit_softcap", None),
+    "input_embedding_scale": 1.0,
+    "output_multiplier": 1.0,
+    "final_logit_softcapping": None,
 }
-
 # Further fields of ``dflash_config``.
 _NESTED = (
     "block_size",
     "causal",
     "mask_token_id",
     "target_layer_ids",
+    "projector_type",
     "sample_from_anchor",
     "use_aux_hidden_state",
     "use_swa",
@@ -92,22 +87,16 @@ def read_config(
     _refuse_unknown(top, nested)
 
     sizes: dict[str, Any] = {
-        name: fields.size(field, default if nested else None)
-        for field, (name, default) in _SIZES.items()
+        name: fields.size(name, default if nested else None) for name, default in _SIZES.items()
     }
-    scales: dict[str, Any] = {
-        name: fields.optional_number(field) for field, (name, _) in _SCALES.items()
-    }
+    scales: dict[str, Any] = {name: fields.optional_number(name) for name in _SCALES}
     # Engines read a cap of zero as none.
-    scales["logit_softcap"] = scales["logit_softcap"] or None
+    scales["final_logit_softcapping"] = scales["final_logit_softcapping"] or None
     scales = {name: value for name, value in scales.items() if value is not None}
 
     # DFlash has no scales.
-    section = top.section("dflash_config").values
-    plain = {
-        **_without_scales(top.values),
-        "dflash_config": _without_scales(section),
-    }
+    section = _without_scales(top.section("dflash_config").values)
+    plain = {**_without_scales(top.values), "dflash_config": section}
     config = dflash.read_config(Fields(plain, top.where), target, own_output=own_output)
     with read_from(top.where):
         return DFlash2Config(**vars(config), **sizes, **scales)
@@ -136,12 +125,9 @@ def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
     """Writes a DFlash2 drafter for vLLM and z-lab's code, or for speculators."""
     config = checkpoint.config
     nested = dialect == "speculators"
-    settings = {field: getattr(config, name) for field, (name, _) in _SIZES.items()}
-    scales = {
-        field: getattr(config, name)
-        for field, (name, default) in _SCALES.items()
-        if getattr(config, name) != default
-    }
+    settings = {name: getattr(config, name) for name in _SIZES}
+    scales = {name: getattr(config, name) for name in _SCALES}
+    scales = {name: value for name, value in scales.items() if value != _SCALES[name]}
     if nested:
         refuse_inexpressible(dialect, {f"{name} {scales[name]}": True for name in scales})
 
@@ -158,8 +144,8 @@ def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
 def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
     """Reports the selector, and what :func:`dflash.examine` reports."""
     config = head.config
-    selector = f"{config.num_candidates} candidates for each token, scored after the token before"
-    convolutions = f"{config.taps} rows, {config.conv_group} channels in a group"
+    selector = f"{config.selector_top_k} candidates for each token, scored after the token before"
+    convolutions = f"{config.conv_kernel_size} rows, {config.conv_group_size} channels in a group"
     return [
         *dflash.examine(target, head),
         Check.report("selector", selector),

@@ -54,28 +54,30 @@ class DFlash2Config(DFlashConfig):
     It proposes tokens of the target's whole vocabulary, and the row of ``x_n`` predicts nothing.
 
     Attributes:
-        taps: Rows that a convolution reads, its own included.
-        conv_group: Neighbouring channels that share the change of a kernel.
+        conv_kernel_size: Rows that a convolution reads, its own included.
+        conv_group_size: Neighbouring channels that share the change of a kernel.
         selector_rank: ``R``, rank of the score of a pair of tokens.
-        num_candidates: ``C``, tokens that a row keeps.
-        embedding_scale: Factor of the embedded tokens of the block.
-        logit_scale: Factor of the logits.
-        logit_softcap: Logits become ``softcap * tanh(logit / softcap)`` after that; ``None`` for no
-            cap.
+        selector_top_k: ``C``, tokens that a row keeps.
+        input_embedding_scale: Factor of the embedded tokens of the block.
+        output_multiplier: Factor of the logits.
+        final_logit_softcapping: ``c``: logits become ``c * tanh(logit / c)`` after that; ``None``
+            for no cap.
     """
 
-    taps: int = 2
-    conv_group: int = 16
+    conv_kernel_size: int = 2
+    conv_group_size: int = 16
     selector_rank: int = 256
-    num_candidates: int = 16
-    embedding_scale: float = 1.0
-    logit_scale: float = 1.0
-    logit_softcap: float | None = None
+    selector_top_k: int = 16
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_sizes(self, "taps", "conv_group", "selector_rank", "num_candidates")
-        check_range(self, 1e-6, 1e6, "embedding_scale", "logit_scale", "logit_softcap")
+        check_sizes(self, "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+        check_range(
+            self, 1e-6, 1e6, "input_embedding_scale", "output_multiplier", "final_logit_softcapping"
+        )
         if self.from_anchor or self.markov is not None or self.confidence is not None:
             raise ValueError(
                 "a DFlash2 drafter has no from_anchor, markov or confidence; leave them out"
@@ -86,18 +88,20 @@ class DFlash2Config(DFlashConfig):
                 f"draft_vocab_size is {self.draft_vocab_size} of {self.vocab_size}; a DFlash2"
                 " drafter has the whole vocabulary of its target"
             )
-        if self.num_candidates > self.vocab_size:
+        if self.selector_top_k > self.vocab_size:
             raise ValueError(
-                f"num_candidates is {self.num_candidates}; expected 1 to the vocabulary's"
+                f"selector_top_k is {self.selector_top_k}; expected 1 to the vocabulary's"
                 f" {self.vocab_size}"
             )
-        if self.width % self.conv_group:
+        if self.width % self.conv_group_size:
             raise ValueError(
-                f"conv_group is {self.conv_group}; expected a divisor of the width {self.width}"
+                f"conv_group_size is {self.conv_group_size}; expected a divisor of the width"
+                f" {self.width}"
             )
-        if self.taps > self.block_size:
+        if self.conv_kernel_size > self.block_size:
             raise ValueError(
-                f"taps is {self.taps}; expected 1 to the {self.block_size} rows of a block"
+                f"conv_kernel_size is {self.conv_kernel_size}; expected 1 to the"
+                f" {self.block_size} rows of a block"
             )
 
 
@@ -106,17 +110,19 @@ class Convolution(nnx.Module):
 
     def __init__(self, config: DFlash2Config, *, precision: Precision, rngs: nnx.Rngs):
         width = config.width
-        groups = width // config.conv_group
-        unchanged = jnp.zeros((2, config.taps, width), jnp.float32).at[:, 0].set(1.0)
+        groups = width // config.conv_group_size
+        unchanged = jnp.zeros((2, config.conv_kernel_size, width), jnp.float32).at[:, 0].set(1.0)
         self.base = nnx.Param(unchanged)
-        self.changes = Linear(width, 2 * config.taps * groups, precision=precision, rngs=rngs)
+        self.changes = Linear(
+            width, 2 * config.conv_kernel_size * groups, precision=precision, rngs=rngs
+        )
         self.config = config
 
     def __call__(
         self, x: Float[Array, "B T D"], part: Callable[[Float[Array, "B T D"]], Array]
     ) -> Float[Array, "B T D"]:
         """Runs a part of a layer between the convolutions; both have kernels that follow from x."""
-        changes = self.changes(x).reshape(*x.shape[:2], 2, self.config.taps, -1)
+        changes = self.changes(x).reshape(*x.shape[:2], 2, self.config.conv_kernel_size, -1)
         before = self._convolve(x, changes[:, :, 0], self.base[0])
         return self._convolve(part(before), changes[:, :, 1], self.base[1])
 
@@ -129,8 +135,8 @@ class Convolution(nnx.Module):
         # Products and sums are in float32 and rounded once.
         rows = x.astype(jnp.float32)
         total = jnp.zeros_like(rows)
-        for tap in range(self.config.taps):
-            change = jnp.repeat(changes[:, :, tap], self.config.conv_group, axis=-1)
+        for tap in range(self.config.conv_kernel_size):
+            change = jnp.repeat(changes[:, :, tap], self.config.conv_group_size, axis=-1)
             kernel = base[None, None, tap].astype(jnp.float32) + change.astype(jnp.float32)
             earlier = jnp.pad(rows, ((0, 0), (tap, 0), (0, 0)))[:, : rows.shape[1]]
             total = total + kernel * earlier
@@ -203,7 +209,7 @@ class DFlash2Head(DFlashHead):
 
 @dataclasses.dataclass(frozen=True)
 class DFlash2Drafter(DFlashDrafter):
-    """Drafts with a DFlash2 head; a node has at most ``num_candidates`` children.
+    """Drafts with a DFlash2 head; a node has at most ``selector_top_k`` children.
 
     The attributes are those of :class:`DFlashDrafter`.
     """
@@ -214,7 +220,7 @@ class DFlash2Drafter(DFlashDrafter):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        most = self.config.num_candidates
+        most = self.config.selector_top_k
         width = width_of(self.shape)
         if width > most:
             raise ValueError(
@@ -224,21 +230,21 @@ class DFlash2Drafter(DFlashDrafter):
 
     def embedded(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """See :meth:`DFlashDrafter.embedded`."""
-        return scaled(super().embedded(params, tokens), self.config.embedding_scale)
+        return scaled(super().embedded(params, tokens), self.config.input_embedding_scale)
 
     def logits(
         self, params: Params, head: DFlashHead, hidden: Float[Array, "B T D"]
     ) -> Float[Array, "B T V"]:
         """Returns the logits of the block's rows in float32, without the scores of pairs."""
-        logits = scaled(super().logits(params, head, hidden), self.config.logit_scale)
-        cap = self.config.logit_softcap
+        logits = scaled(super().logits(params, head, hidden), self.config.output_multiplier)
+        cap = self.config.final_logit_softcapping
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def level(
         self, head: DFlash2Head, hidden: Float[Array, "B K D"], base: Float[Array, "B K V"]
     ) -> Callable[[int, Any, Any], Level]:
         """See :meth:`DFlashDrafter.level`; the logits of other tokens than candidates are -inf."""
-        unary, candidates = lax.top_k(base, self.config.num_candidates)
+        unary, candidates = lax.top_k(base, self.config.selector_top_k)
 
         def level(depth: int, tokens: Int[Array, "B k"], carry: Any) -> Level:
             ids = candidates[:, depth]

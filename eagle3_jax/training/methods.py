@@ -252,9 +252,9 @@ def _spark(target: DecoderConfig, options: HeadOptions) -> DFlashConfig:
 def _convolved(target: DecoderConfig, options: HeadOptions) -> DFlash2Config:
     return DFlash2Config(
         **vars(_block(target, options)),
-        conv_group=math.gcd(16, target.width),
+        conv_group_size=math.gcd(16, target.width),
         selector_rank=min(256, target.width),
-        num_candidates=min(16, target.vocab_size),
+        selector_top_k=min(16, target.vocab_size),
     )
 
 

@@ -198,10 +198,6 @@ REFUSALS = {
     "another width without an embedding": case(
         "no embed_tokens", BlockHead(width=48, heads=6, head_dim=8), target_hidden_size=32
     ),
-    "DFlash2": case("a DFlash2 drafter", candidate_selector__hidden_projection__weight=MATRIX),
-    "DFlash2 by its name": case(
-        "a DFlash2 drafter", dialect="speculators", speculators_model_type="dflash2"
-    ),
     "Domino": case("a 'domino' drafter", dflash_config={"projector_type": "domino"}),
     "XPress": case("a 'xpress' drafter", dialect="speculators", speculators_model_type="xpress"),
     "a bias without its size": case("no markov_rank", SPARK, markov_rank=None),

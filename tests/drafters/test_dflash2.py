@@ -30,6 +30,9 @@ HEADS = {
     "two layers": ConvolvedHead(),
     "three taps, one channel in a group": ConvolvedHead(layers=1, taps=3, group=1, block=6),
     "no tap before its own": ConvolvedHead(layers=1, taps=1, group=32, candidates=1),
+    "windows behind and ahead": ConvolvedHead(
+        layers=3, sliding=(True, False, True), window=3, block=6
+    ),
     "scales": ConvolvedHead(layers=1, scales=SCALES, candidates=61, own_output=True),
     "causal, biases, one key head": ConvolvedHead(
         layers=1, causal=True, bias=False, heads=6, kv_heads=1, head_dim=10, theta=500.0

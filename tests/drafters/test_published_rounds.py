@@ -35,6 +35,7 @@ class Recording(NamedTuple):
 
 
 TABLE = {
+    "DFlash2": Recording("dflash2_qwen3", 5, target="dflash_qwen3"),
     "DFlash, z-lab's layout": Recording(
         "dflash_qwen3_full", 4, drafter="drafter_zlab", target="dflash_qwen3"
     ),

@@ -53,7 +53,7 @@ ALL_DRAFTERS: dict[str, Callable[[], LoadedDrafter]] = {
     "DFlash2 sampled chain": lambda: tiny.dflash2(
         TARGET, draft_sampling=PROBABILISTIC, layers=tiny.layers(2, qk_norm=True, window=3)
     ),
-    "DFlash2 dynamic tree": lambda: tiny.dflash2(TARGET, TREE, logit_softcap=2.0),
+    "DFlash2 dynamic tree": lambda: tiny.dflash2(TARGET, TREE, final_logit_softcapping=2.0),
     "EAGLE-3.1 chain": lambda: tiny.eagle3(
         TARGET, Chain(2), norm_output=True, fc_norm=True, num_layers=2
     ),

@@ -212,7 +212,7 @@ def dflash2(
     target: LoadedTarget, topology: Topology | None = None, **options: Any
 ) -> LoadedDrafter:
     """Returns a random DFlash2 drafter of one layer, whose rows keep five candidates."""
-    sizes = {"conv_group": 4, "selector_rank": 4, "num_candidates": 5}
+    sizes = {"conv_group_size": 4, "selector_rank": 4, "selector_top_k": 5}
     loaded = _block_drafter(
         target, DFlash2Drafter, DFlash2Config, topology, None, {**sizes, **options}
     )

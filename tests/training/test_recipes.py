@@ -29,7 +29,9 @@ CONFIG = DecoderConfig(
 )
 NO_CHOICE = {(method, "width") for method in RECIPES if method != "draft-model"}
 NO_CHOICE |= {("eagle3", "num_layers"), ("mtp", "num_layers"), ("medusa", "mlp_width")}
-NO_CHOICE |= {(method, "draft_vocab_size") for method in ("eagle1", "mtp", "dflash2", "draft-model")}
+NO_CHOICE |= {
+    (method, "draft_vocab_size") for method in ("eagle1", "mtp", "dflash2", "draft-model")
+}
 
 
 @pytest.mark.parametrize("option", ["num_layers", "width", "mlp_width", "draft_vocab_size"])
