@@ -106,7 +106,10 @@ class DFlash2Config(DFlashConfig):
 
 
 class Convolution(nnx.Module):
-    """The convolutions before and after a part of a layer."""
+    """The convolutions before and after a part of a layer.
+
+    More rows than a block has are several blocks, as in training.
+    """
 
     def __init__(self, config: DFlash2Config, *, precision: Precision, rngs: nnx.Rngs):
         width = config.width
@@ -133,13 +136,14 @@ class Convolution(nnx.Module):
         base: Float[Array, "taps D"],
     ) -> Float[Array, "B T D"]:
         # Products and sums are in float32 and rounded once.
-        rows = x.astype(jnp.float32)
-        total = jnp.zeros_like(rows)
+        size = min(x.shape[1], self.config.block_size)
+        blocks = x.astype(jnp.float32).reshape(-1, size, x.shape[-1])
+        total = jnp.zeros(x.shape, jnp.float32)
         for tap in range(self.config.conv_kernel_size):
             change = jnp.repeat(changes[:, :, tap], self.config.conv_group_size, axis=-1)
             kernel = base[None, None, tap].astype(jnp.float32) + change.astype(jnp.float32)
-            earlier = jnp.pad(rows, ((0, 0), (tap, 0), (0, 0)))[:, : rows.shape[1]]
-            total = total + kernel * earlier
+            earlier = jnp.pad(blocks, ((0, 0), (tap, 0), (0, 0)))[:, :size]
+            total = total + kernel * earlier.reshape(x.shape)
         return total.astype(x.dtype)
 
 
