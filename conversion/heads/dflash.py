@@ -168,9 +168,9 @@ def read_block(
             notes.append("sliding_window_non_causal is false: vLLM would serve the head causally")
         if any(config.windows):
             notes.append("as in vLLM a window counts from each row; in training, from the anchor")
-    scaled = [name for name in _LOGITS if merged(top).get(name) is not None]
-    if scaled and kind is KIND:
-        notes.append(f"{' and '.join(scaled)} are not applied: the same most likely tokens")
+    unapplied = [name for name in _LOGITS if merged(top).get(name) is not None]
+    if unapplied and kind is KIND:
+        notes.append(f"not applied to the logits, same likeliest tokens: {', '.join(unapplied)}")
 
     ids = draft_vocab.read(tensors, config, directory)
     is_full = config.draft_vocab_size == config.vocab_size
@@ -326,11 +326,8 @@ def _aux_layers(fields: Fields) -> tuple[int, ...]:
 
 def _assistant_windows(fields: Fields, count: int) -> list[int | None]:
     """Reads the windows of an assistant: a distance up to ``sliding_window``, so one more."""
-    window = hf_config.read_window(fields)
-    windows = hf_config.read_windows(fields, window and window + 1, lambda _: True, count)
-    if window is None and not fields.words("layer_types"):
-        raise fields.wrong("sliding_window", "expected the window of all layers, or layer_types")
-    return windows
+    window = fields.size("sliding_window") + 1
+    return hf_config.read_windows(fields, window, lambda _: True, count)
 
 
 def _engine_windows(fields: Fields, geometry: Fields, count: int) -> list[int | None]:
@@ -350,10 +347,7 @@ def _engine_windows(fields: Fields, geometry: Fields, count: int) -> list[int | 
         return hf_config.read_head_windows(geometry, count, switched=True)
 
     hf_config.read_types(geometry, hf_config.LAYER_TYPES, count)
-    window = hf_config.read_window(geometry)
-    if window is None:
-        raise fields.wrong("use_swa", "expected a swa_window_size or sliding_window with it")
-    return [window] * count
+    return [geometry.size("sliding_window")] * count
 
 
 def _causality(

@@ -187,10 +187,10 @@ def _without_window(layer: LayerConfig) -> LayerConfig:
 
 
 def is_near(
-    queries: Int[Array, "*#any T"], keys: Int[Array, "*#any S"], window: int
-) -> Bool[Array, "*#any T S"]:
+    queries: Int[Array, "#B T"], keys: Int[Array, "#B S"], window: int
+) -> Bool[Array, "#B T S"]:
     """Returns which keys a row attends to in a layer with a window, by their positions."""
-    return jnp.abs(queries[..., :, None] - keys[..., None, :]) < window
+    return jnp.abs(queries[:, :, None] - keys[:, None]) < window
 
 
 class MarkovBias(nnx.Module):

@@ -225,7 +225,7 @@ def same_block(num: int, config: DFlashConfig, window: int | None) -> Bool[Array
     if config.is_causal(window):
         mask &= row[:, None] >= row[None, :]
     if window is not None:
-        mask &= is_near(row, row, window)
+        mask &= is_near(row[None], row[None], window)[0]
     return mask[None]
 
 

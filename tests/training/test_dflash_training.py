@@ -132,8 +132,13 @@ def by_hand(head: BlockHead, objective: BlockObjective) -> float:
             BlockHead(block=4, layers=2, causal=True),
             BlockObjective(divergence=1.0, temperature=1.5, decays=False),
         ),
+        (
+            BlockHead(block=5, layers=3, windows=(True, False, True), is_causal=False),
+            BlockObjective(text=1.0),
+        ),
+        (BlockHead(block=4, windows=(True, False)), BlockObjective(text=1.0)),
     ],
-    ids=["DFlash", "DSpark", "DSpark, recurrent", "JetSpec"],
+    ids=["DFlash", "DSpark", "DSpark, recurrent", "JetSpec", "windows", "causal windows"],
 )
 def test_all_blocks_in_one_pass_are_the_blocks_one_by_one(
     head: BlockHead, objective: BlockObjective
