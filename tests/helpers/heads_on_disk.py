@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,6 +57,9 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "MTP head (deepseek layout)": MTP().write,
     "Medusa head (vllm layout)": write_medusa,
     "DFlash head (vllm layout)": BlockHead().write,
+    "DFlash head (transformers layout)": functools.partial(
+        BlockHead(windows=(True, False)).write, dialect="transformers"
+    ),
     "JetSpec head (vllm layout)": BlockHead(causal=True).write,
     "DSpark head (vllm layout)": BlockHead(from_anchor=True, rank=4, confidence="markov").write,
     "draft model": write_draft_model,

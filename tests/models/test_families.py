@@ -16,6 +16,7 @@ pytest.importorskip("torch")
 import tiny
 from checkpoints import edit_config, refused, same_target, write_llama
 from families import (
+    BASE,
     LLAMAS,
     MUSE_GLIMMER,
     NEW_TOKENS,
@@ -212,6 +213,33 @@ def test_muse_glimmer_goes_out_for_vllm_with_its_prefix_and_its_tokens_of_media(
     # Under model. alone vLLM expects an older layout, with other norms.
     assert ours.keys() == {name for name in theirs if "vision" not in name}
     assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
+
+
+MUSE_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
+    "bases": ({"layer_rope_theta": [5.0, 1e4, 0, 0]}, "expected 0 or the rope_theta 10000 for"),
+    "too few bases": ({"layer_rope_theta": [0, 0]}, "layer_rope_theta names 2 layers but num_hid"),
+    "biases": ({"attention_bias": True}, "attention_bias is True; only False"),
+    "no scale": ({"qk_scale_factor": None}, "has no qk_scale_factor"),
+    "no gates": ({"use_attn_output_gate": False}, "use_attn_output_gate is False; only True"),
+}
+
+
+@pytest.mark.parametrize("name", MUSE_REFUSALS)
+def test_what_muse_glimmer_cannot_mean_is_refused(name: str) -> None:
+    changes, message = MUSE_REFUSALS[name]
+    values = BASE | {"vocab_size": 9} | MUSE_GLIMMER.fields | changes
+    fields = Fields({key: value for key, value in values.items() if value is not None}, "file")
+    with pytest.raises(CheckpointError, match=message):
+        FAMILIES["muse_glimmer_text"].read_config(fields)
+
+
+def test_muse_glimmer_without_lists_has_a_full_layer_in_four() -> None:
+    values = BASE | MUSE_GLIMMER.fields | {"num_hidden_layers": 6}
+    del values["layer_types"], values["layer_rope_theta"]
+    config = FAMILIES["muse_glimmer_text"].read_config(Fields(values, "file"))
+    mixers = [grouped(layer) for layer in config.layers]
+    assert [mixer.window for mixer in mixers] == [5, None, 5, 5, 5, None]
+    assert [mixer.rope is None for mixer in mixers] == [False, True, False, False, False, True]
 
 
 def test_every_family_has_a_recipe_and_windows_that_a_text_leaves() -> None:
