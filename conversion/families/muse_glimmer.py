@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 from eagle3_jax.conversion import blocks, hf_config
@@ -88,7 +89,7 @@ def write_fields(config: DecoderConfig) -> dict[str, Any]:
     return {
         "hidden_activation": "silu",
         "attention_bias": mixer.qkv_bias,
-        "qk_scale_factor": (mixer.scale or mixer.head_dim**-0.5) * mixer.head_dim**0.5,
+        "qk_scale_factor": _scale_factor(mixer),
         "post_norm_eps": config.layers[0].post_norm_eps,
         "output_multiplier": config.logit_scale,
         "final_logit_softcapping": config.logit_softcap,
@@ -97,6 +98,15 @@ def write_fields(config: DecoderConfig) -> dict[str, Any]:
         **hf_config.rope_fields(rope),
         **hf_config.window_fields(config),
     }
+
+
+def _scale_factor(mixer: GroupedQuery) -> float:
+    """Returns the factor that gives the scale of the scores, bit for bit."""
+    usual = mixer.head_dim**-0.5
+    scale = mixer.scale or usual
+    factor = scale / usual
+    near = (round(factor, 12), factor, math.nextafter(factor, 0), math.nextafter(factor, math.inf))
+    return next((value for value in near if value * usual == scale), factor)
 
 
 def _rules(config: DecoderConfig, prefix: str = "model.") -> list[Rule]:

@@ -20,6 +20,7 @@ from eagle3_jax.types import DraftSampling
 TARGET = tiny.target(13)
 PROBABILISTIC = DraftSampling.PROBABILISTIC
 TREE = DynamicTree(num_nodes=9, max_depth=3, top_k=3)
+WINDOWED = tiny.layers(1, window=3, qk_norm=True) + tiny.layers(1, qk_norm=True)
 # Some rows of a batch match, others do not.
 RARE = NGram(2, min_ngram=2)
 ALL_DRAFTERS: dict[str, Callable[[], LoadedDrafter]] = {
@@ -45,6 +46,12 @@ ALL_DRAFTERS: dict[str, Callable[[], LoadedDrafter]] = {
     ),
     "MTP chain": lambda: tiny.mtp(TARGET, Chain(3), own_output=True),
     "DFlash chain": lambda: tiny.dflash(TARGET, Chain(3), draft_vocab_size=7),
+    "DFlash sampled chain, windows": lambda: tiny.dflash(
+        TARGET, Chain(3), draft_sampling=PROBABILISTIC, layers=WINDOWED
+    ),
+    "DFlash dynamic tree, causal windows": lambda: tiny.dflash(
+        TARGET, TREE, layers=WINDOWED, causal_windows=True
+    ),
     "DSpark sampled chain": lambda: tiny.dflash(
         TARGET, draft_sampling=PROBABILISTIC, block_size=3, from_anchor=True, markov=Markov(rank=4)
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,6 +58,9 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "MTP head (deepseek layout)": MTP().write,
     "Medusa head (vllm layout)": write_medusa,
     "DFlash head (vllm layout)": BlockHead().write,
+    "DFlash head (transformers layout)": functools.partial(
+        BlockHead(windows=(True, False)).write, dialect="transformers"
+    ),
     "JetSpec head (vllm layout)": BlockHead(causal=True).write,
     "DSpark head (vllm layout)": BlockHead(from_anchor=True, rank=4, confidence="markov").write,
     "DFlash2 head (vllm layout)": ConvolvedHead().write,
