@@ -40,7 +40,8 @@ class Twin:
         rope = self.config.get("rope_parameters") or self.config
         speed = rope["rope_theta"] ** (-torch.arange(half) / half)
         angle = (first + torch.arange(x.shape[-3]))[:, None, None] * speed
-        a, b = x[..., :half], x[..., half:]  # fmt: skip
+        a = x[..., :half]
+        b = x[..., half:]
         return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
 
     def convolve(self, x: Tensor, change: Tensor, base: Tensor) -> Tensor:
