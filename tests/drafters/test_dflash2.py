@@ -1,4 +1,4 @@
-"""DFlash2 against a second implementation in PyTorch: networks, candidates, laws and trees."""
+"""DFlash2 against a second implementation in PyTorch: networks, candidates, distributions and trees."""
 
 from __future__ import annotations
 
@@ -144,8 +144,8 @@ def test_a_dynamic_tree_holds_the_likeliest_of_all_prefixes() -> None:
         score = {}
         for depth in (1, 2, 3):
             for path in itertools.product(*candidates[:depth]):
-                laws = log_softmax(scores_after(block, [int(root), *path[:-1]]), -1)
-                score[path] = sum(law[token] for law, token in zip(laws, path, strict=True))
+                steps = log_softmax(scores_after(block, [int(root), *path[:-1]]), -1)
+                score[path] = sum(step[token] for step, token in zip(steps, path, strict=True))
         best = sorted(score, key=score.__getitem__, reverse=True)[:4]
         assert set(paths(draft, row)) == set(best)
 
@@ -164,8 +164,10 @@ def test_a_static_tree_takes_candidates_by_rank_after_their_parents() -> None:
 
 
 @pytest.mark.parametrize("shape", [None, StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0)))])
-def test_sampled_tokens_declare_their_law_after_the_token_before(shape: StaticTree | None) -> None:
-    """Zero outside of the candidates; a younger sibling's law lacks its elders."""
+def test_sampled_tokens_declare_their_distribution_after_the_token_before(
+    shape: StaticTree | None,
+) -> None:
+    """Zero outside of the candidates; a younger sibling's distribution lacks its elders."""
     head = loaded_head(TREE.write, shape, DraftSampling.PROBABILISTIC)
     draft, blocks, roots = drafted(*head, temperature=1.7)
     for row, (block, root) in enumerate(zip(blocks, roots, strict=True)):
