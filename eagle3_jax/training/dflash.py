@@ -105,7 +105,7 @@ def block_loss(
 
     def entropy_of(log_q: Array) -> Array:
         chosen = jnp.take_along_axis(log_q, jnp.maximum(word, 0)[..., None], axis=-1)[..., 0]
-        # A word that is no candidate has the probability zero; NaN stays NaN.
+        # Tokens that are not candidates have probability zero. NaN stays NaN.
         is_possible = ~jnp.isneginf(chosen)
         return mean(jnp.where(is_possible, -chosen, 0.0), is_word & is_possible)
 
