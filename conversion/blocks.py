@@ -6,6 +6,7 @@ description of a layer.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,10 +18,11 @@ from eagle3_jax.models.config import DecoderConfig, Experts, GatedMLP, GroupedQu
 PartRules = Callable[[Any, str, str], list[Rule]]
 
 
-def attention(config: GroupedQuery, source: str, path: str) -> list[Rule]:
+def attention(config: GroupedQuery, source: str, path: str, *, gate: str = "q_proj") -> list[Rule]:
     """Returns the rules of grouped-query attention, ``self_attn`` of a layer.
 
-    With an output gate the projection of queries holds, head by head, the query and then its gate.
+    ``gate`` is the tensor of the output gate. By default the projection of queries holds, head by
+    head, the query and then its gate.
     """
     source = f"{source}.self_attn"
     path = f"{path}.attention"
@@ -30,11 +32,12 @@ def attention(config: GroupedQuery, source: str, path: str) -> list[Rule]:
     halves = {}
     if config.output_gate:
         heads["gate"] = config.group
-        halves = dict(in_turns(config.num_heads, size, {"q": 1, "gate": 1}))
+        if gate == "q_proj":
+            halves = dict(in_turns(config.num_heads, size, {"q": 1, "gate": 1}))
 
     rules = []
     for name, part in in_turns(config.num_kv_heads, size, heads):
-        tensor = f"{source}.{'q' if name == 'gate' else name}_proj"
+        tensor = f"{source}.{gate if name == 'gate' else name + '_proj'}"
         rules += linear(
             tensor, f"{path}.qkv", bias=config.qkv_bias, part=part, cut=halves.get(name, COMPLETE)
         )
@@ -45,6 +48,9 @@ def attention(config: GroupedQuery, source: str, path: str) -> list[Rule]:
     if config.sinks:
         rules.append(Rule(f"{source}.sinks", f"{path}.sinks"))
     return rules
+
+
+gated_attention = functools.partial(attention, gate="gate_proj")
 
 
 def swiglu(width: int, source: str, path: str, *, bias: bool = False) -> list[Rule]:

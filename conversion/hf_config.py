@@ -24,7 +24,6 @@ from eagle3_jax.models.config import (
     MOST_LAYERS,
     Activation,
     DecoderConfig,
-    Eagle3Config,
     Experts,
     GatedMLP,
     GroupedQuery,
@@ -38,7 +37,7 @@ from eagle3_jax.models.config import (
     with_window,
 )
 
-_LAYER_TYPES = _FULL, _SLIDING = ("full_attention", "sliding_attention")
+LAYER_TYPES = _FULL, SLIDING = ("full_attention", "sliding_attention")
 _ORIGINAL = "original_max_position_embeddings"
 _OUR_NAMES = {_ORIGINAL: "original_max_positions"}
 # The parameters of each type of rotary embedding, and the functions that read them. The two betas
@@ -214,14 +213,14 @@ def read_windows(
     """
     count = num_layers or read_num_layers(fields)
     owner = "" if num_layers is None else f"the head has {count}"
-    types = read_types(fields, _LAYER_TYPES, count, owner=owner)
+    types = read_types(fields, LAYER_TYPES, count, owner=owner)
     if not types:
         return [window if slides(layer) else None for layer in range(count)]
-    if window is None and _SLIDING in types:
+    if window is None and SLIDING in types:
         raise CheckpointError(
-            f"{fields.where}: layer_types has {_SLIDING!r}, but no sliding_window is switched on"
+            f"{fields.where}: layer_types has {SLIDING!r}, but no sliding_window is switched on"
         )
-    return [window if kind == _SLIDING else None for kind in types]
+    return [window if kind == SLIDING else None for kind in types]
 
 
 def read_window_of_all(fields: Fields, window: int | None) -> list[int | None]:
@@ -230,8 +229,8 @@ def read_window_of_all(fields: Fields, window: int | None) -> list[int | None]:
     Other ``layer_types`` are refused.
     """
     count = read_num_layers(fields)
-    kind = _FULL if window is None else _SLIDING
-    if set(read_types(fields, _LAYER_TYPES, count)) - {kind}:
+    kind = _FULL if window is None else SLIDING
+    if set(read_types(fields, LAYER_TYPES, count)) - {kind}:
         raise fields.wrong(
             "layer_types", f"sliding_window is {window} in every layer, so expected {kind!r} alone"
         )
@@ -345,7 +344,7 @@ def stack_fields(config: Any, dtype: str, *, any_heads: bool = False) -> dict[st
 
 def layer_types(config: Any) -> list[str]:
     """Returns ``layer_types`` of a target or a head."""
-    return [_FULL if grouped(layer).window is None else _SLIDING for layer in config.layers]
+    return [_FULL if grouped(layer).window is None else SLIDING for layer in config.layers]
 
 
 def read_head_windows(fields: Fields, num_layers: int, *, switched: bool) -> list[int | None]:
@@ -355,7 +354,8 @@ def read_head_windows(fields: Fields, num_layers: int, *, switched: bool) -> lis
     target's cache. ``switched`` means that a window counts only if ``use_sliding_window`` is set,
     as in Qwen3's configuration.
     """
-    types = fields.words("layer_types")
+    owner = f"the head has {num_layers}"
+    types = read_types(fields, LAYER_TYPES, num_layers, owner=owner)
     if not types and fields.flag(
         "use_sliding_window", default=fields.get("sliding_window") is not None
     ):
@@ -367,7 +367,7 @@ def read_head_windows(fields: Fields, num_layers: int, *, switched: bool) -> lis
 
     if set(types) <= {_FULL}:
         return [None] * num_layers
-    is_on = _SLIDING in types and fields.flag("use_sliding_window", default=not switched)
+    is_on = SLIDING in types and fields.flag("use_sliding_window", default=not switched)
     return read_windows(fields, read_window(fields) if is_on else None, lambda _: False, num_layers)
 
 
@@ -377,7 +377,7 @@ def window_fields(config: DecoderConfig) -> dict[str, Any]:
     return {"sliding_window": next(filter(None, windows), None), "layer_types": layer_types(config)}
 
 
-def head_window_fields(config: Eagle3Config) -> dict[str, Any]:
+def head_window_fields(config: Any) -> dict[str, Any]:
     """Returns the fields of a head's windows; none if no layer has a window."""
     windows = {grouped(layer).window for layer in config.layers} - {None}
     if not windows:

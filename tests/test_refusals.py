@@ -232,6 +232,9 @@ PARTS: Refusals = [
     (lambda: query_heads(qk_norm_kind="whole"), "set qk_norm"),
     (lambda: query_heads(softcap=0.0), "softcap is 0"),
     (eagle3_with_norms_after, "first layer has norms 'after'"),
+    (lambda: tiny.dflash(TARGET, layers=tiny.layers(1) + tiny.layers(1, rope=None)), "more than"),
+    (lambda: tiny.dflash(TARGET, layers=tiny.layers(2, chunk=4)), "windows, no chunks"),
+    (lambda: tiny.dflash(TARGET, causal_windows=True), "set causal alone"),
     (
         lambda: with_processors(TARGET, FloatState({})),
         "has a state of float32; expected bool, uint8 or int32",

@@ -57,6 +57,7 @@ def build(recipe: Recipe) -> Any:
     )
     kind = AutoModelForImageTextToText if has_text_config else AutoModelForCausalLM
     model = eager(kind.from_config(config, attn_implementation="eager").float())
+    tied = getattr(model.config, "tie_word_embeddings", False)
     generator = torch.Generator().manual_seed(recipe.seed)
     corrections = [
         (name, value) for name, value in model.named_buffers() if name.endswith("correction_bias")
@@ -64,9 +65,7 @@ def build(recipe: Recipe) -> Any:
     for name, value in [*model.named_parameters(), *corrections]:
         noise = torch.randn(value.shape, generator=generator)
         with torch.no_grad():
-            value.copy_(
-                _noise(name, value, noise, recipe.model_type, tied=model.config.tie_word_embeddings)
-            )
+            value.copy_(_noise(name, value, noise, recipe.model_type, tied=tied))
     return model
 
 
@@ -109,6 +108,7 @@ def write_peaked(recipe: Recipe, directory: Path, *, loudness: float) -> Path:
     output = model.get_output_embeddings().weight
     words, width = embedding.shape
 
+    tied = getattr(model.config, "tie_word_embeddings", False)
     generator = torch.Generator().manual_seed(recipe.seed)
     cycle = torch.randperm(words, generator=generator)
     directions = torch.randn((words, width), generator=generator)

@@ -17,6 +17,7 @@ from eagle3_jax.conversion.families import (
     mellum,
     mimo,
     mistral,
+    muse_glimmer,
     olmo2,
     phi3,
     qwen,
@@ -44,6 +45,7 @@ FAMILIES: dict[str, Family] = {
         granite.FAMILY,
         phi3.FAMILY,
         *cohere.FAMILIES,
+        muse_glimmer.FAMILY,
     )
 }
 # Models of text and other media, with a language model of one of these families.
@@ -56,6 +58,7 @@ WRAPPERS: dict[str, Wrapper] = {
         deepseek.WRAPPER,
         qwen.WRAPPER,
         gemma.WRAPPER,
+        muse_glimmer.WRAPPER,
     )
 }
 

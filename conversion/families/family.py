@@ -126,6 +126,8 @@ class Wrapper(NamedTuple):
     ignored: tuple[str, ...]  #: Patterns of the tensors of other parts.
     #: Refuses fields of ``text_config`` that have another meaning in a model of text alone.
     check: Callable[[Fields], None] = lambda _: None
+    #: Further fields of this model that its language model depends on, with their defaults.
+    outer: Mapping[str, Any] = {}
 
     def family(self, config: Mapping[str, Any]) -> str:
         """Returns the family of the language model in a ``config.json``, or the default."""
@@ -151,8 +153,9 @@ class Wrapper(NamedTuple):
 
         self.check(text)
         # As in transformers, fields outside of text_config have priority.
-        overrides = {name: outer.get(name) for name in _OUTER_FIELDS if outer.get(name) is not None}
-        return Fields({**text.values, **overrides}, text.where)
+        names = (*_OUTER_FIELDS, *self.outer)
+        overrides = {name: outer.get(name) for name in names if outer.get(name) is not None}
+        return Fields({**text.values, **self.outer, **overrides}, text.where)
 
     def note(self, names: Collection[str]) -> str:
         """Describes the tensors that are left out, in one line."""

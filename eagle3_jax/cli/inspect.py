@@ -47,6 +47,7 @@ def inspect(
 _SIZES = (
     "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
     "num_key_value_heads", "vocab_size", "draft_vocab_size", "max_position_embeddings",
+    "sliding_window",
 )  # fmt: skip
 
 

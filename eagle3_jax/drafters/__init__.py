@@ -4,6 +4,7 @@ All of them implement the protocol ``eagle3_jax.types.Drafter``.
 """
 
 from eagle3_jax.drafters.dflash import DFlashConfig, DFlashDrafter, Markov
+from eagle3_jax.drafters.dflash2 import DFlash2Config, DFlash2Drafter
 from eagle3_jax.drafters.draft_model import DraftModel, DraftModelState, draft_model, layer_skip
 from eagle3_jax.drafters.eagle1 import Eagle1Config, Eagle1Drafter
 from eagle3_jax.drafters.eagle3 import Eagle3Config, Eagle3Drafter
@@ -16,6 +17,8 @@ from eagle3_jax.drafters.plain import Plain, PlainState, Silent
 from eagle3_jax.drafters.suffix import Suffix
 
 __all__ = [
+    "DFlash2Config",
+    "DFlash2Drafter",
     "DFlashConfig",
     "DFlashDrafter",
     "DraftModel",

@@ -45,6 +45,13 @@ def grow(
     return grow_dynamic_tree(topology, inputs)
 
 
+def width_of(topology: Topology) -> int:
+    """Returns the number of tokens that the children of a node are chosen from."""
+    if isinstance(topology, StaticTree):
+        return 1 + max(rank for path in topology.paths for rank in path)
+    return topology.top_k if isinstance(topology, DynamicTree) else 1
+
+
 class ShapedDrafter:
     """A drafter whose draft has a topology: sizes and checks.
 
@@ -79,10 +86,7 @@ class ShapedDrafter:
         if topology is None:
             return
 
-        width = topology.top_k if isinstance(topology, DynamicTree) else 1
-        if isinstance(topology, StaticTree):
-            ranks = [rank for path in topology.paths for rank in path]
-            width = 1 + max(ranks)
+        width = width_of(topology)
         if width > vocab_size:
             raise ValueError(
                 f"the tree draws {width} children from a draft vocabulary of {vocab_size}; lower"

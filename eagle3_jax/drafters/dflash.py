@@ -19,6 +19,10 @@ DSpark (arXiv 2607.05147)
     anchor row predicts as well (``from_anchor``: row ``k`` predicts the next position, ``K`` rows).
     A confidence ``sigmoid(w [h_k; W1[d_{k-1}]] + b)`` estimates the probability of acceptance.
 
+A layer may have a window of ``w`` positions, its row's own included: a row attends to committed
+tokens and rows of the block that are less than ``w`` positions away, behind it and ahead of it. In
+causal layers it attends to nothing ahead.
+
 A tree needs no further pass: the score of a child is its probability at its level (DDTree, arXiv
 2604.12989). With DSpark it includes the bias by the parent's token. With ``top_k = num_nodes - 1``
 a dynamic tree has the most likely prefixes of all.
@@ -32,13 +36,13 @@ tokens.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx, struct
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from eagle3_jax.cache import Cache, KeyValue, KeyValues
 from eagle3_jax.devices.sharding import VOCAB, Axis
@@ -80,7 +84,9 @@ class DFlashConfig:
     Attributes:
         vocab_size: ``V``, the target's.
         width: ``D``, width of the network and of the target's embedding.
-        layers: Layers of the network; all must be equal.
+        layers: Layers of the network, equal but for their windows. The ``window`` of a layer counts
+            the positions on either side of a row, its own included: a row attends to keys at a
+            distance below it.
         draft_vocab_size: ``W``, number of target tokens that it can propose.
         target_width: Width of the target's features.
         aux_layers: ``A`` target layers whose entering residual stream is fused, ascending.
@@ -88,6 +94,8 @@ class DFlashConfig:
         mask_token: Id of the mask token. Its row of the embedding is an input like any other.
         causal: Whether a row attends only to the rows before it (JetSpec), instead of the whole
             block.
+        causal_windows: Whether a row attends only to the rows before it in layers with a window,
+            and to the whole block in the others (z-lab's default).
         from_anchor: Whether the row of ``x_n`` predicts too, and each row predicts the position
             after its own (DSpark).
         markov: The bias by the token before; ``None`` for none.
@@ -108,6 +116,7 @@ class DFlashConfig:
     block_size: int
     mask_token: int
     causal: bool = False
+    causal_windows: bool = False
     from_anchor: bool = False
     markov: Markov | None = None
     confidence: Literal["hidden", "markov"] | None = None
@@ -124,10 +133,18 @@ class DFlashConfig:
                 f"draft_vocab_size is {self.draft_vocab_size} of {self.vocab_size} without"
                 " own_output; a reduced vocabulary needs an output projection of its own"
             )
-        if len(set(self.layers)) > 1 or grouped(self.layers[0]).window is not None:
+        if len({_without_window(layer) for layer in self.layers}) > 1:
             raise ValueError(
-                "the layers differ or have a sliding window; the layers of a block drafter are"
-                " equal, without a window"
+                "the layers differ in more than their windows; the layers of a block drafter are"
+                " equal otherwise"
+            )
+        if grouped(self.layers[0]).chunk is not None:
+            raise ValueError("the layers attend to chunks; a block drafter has windows, no chunks")
+        is_mixed = any(self.windows) and not all(self.windows)
+        if self.causal_windows and (self.causal or not is_mixed):
+            raise ValueError(
+                "causal_windows is for layers with and without a window in a block that is not"
+                " causal; set causal alone"
             )
 
         if not 0 <= self.mask_token < self.vocab_size:
@@ -154,6 +171,26 @@ class DFlashConfig:
     def num_predicted(self) -> int:
         """Number of tokens that a whole block predicts."""
         return self.block_size if self.from_anchor else self.block_size - 1
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of every layer; ``None`` for full attention."""
+        return tuple(grouped(layer).window for layer in self.layers)
+
+    def is_causal(self, window: int | None) -> bool:
+        """Whether a row attends only to the rows before it in layers with this window."""
+        return self.causal or (self.causal_windows and window is not None)
+
+
+def _without_window(layer: LayerConfig) -> LayerConfig:
+    return dataclasses.replace(layer, mixer=dataclasses.replace(grouped(layer), window=None))
+
+
+def is_near(
+    queries: Int[Array, "#B T"], keys: Int[Array, "#B S"], window: int
+) -> Bool[Array, "#B T S"]:
+    """Returns which keys a row attends to in a layer with a window, by their positions."""
+    return jnp.abs(queries[:, :, None] - keys[:, None]) < window
 
 
 class MarkovBias(nnx.Module):
@@ -211,9 +248,7 @@ class DFlashHead(nnx.Module):
         options = {"precision": precision, "rngs": rngs}
         self.fc = Linear(len(config.aux_layers) * config.target_width, width, **options)
         self.feature_norm = RMSNorm(width, eps)
-        self.blocks = nnx.List(
-            [Block(layer, width=width, norm_eps=eps, **options) for layer in config.layers]
-        )
+        self.blocks = nnx.List([self.block_of(layer, config, **options) for layer in config.layers])
         self.norm = RMSNorm(width, eps)
 
         if config.own_output:
@@ -227,6 +262,11 @@ class DFlashHead(nnx.Module):
                 rank = config.markov.rank
             self.confidence = Linear(width + rank, 1, bias=True, **options)
         self.config = config
+
+    @staticmethod
+    def block_of(layer: LayerConfig, config: DFlashConfig, **options: Any) -> Block:
+        """Returns a layer of the network."""
+        return Block(layer, width=config.width, norm_eps=config.norm_eps, **options)
 
     def context(
         self, features: Float[Array, "B T A Dt"], positions: Int[Array, "B T"]
@@ -274,6 +314,45 @@ class DFlashState(struct.PyTreeNode, kw_only=True):
 
     cache: Cache
     root: Int[Array, " B"]
+
+
+def block_contexts(
+    config: DFlashConfig, cache: Cache, positions: Int[Array, "B T"]
+) -> list[BlockContext]:
+    """Returns what each layer of a block attends to after the committed tokens.
+
+    A layer reads the committed keys and values within its window, and writes none.
+
+    Args:
+        config: The network.
+        cache: Keys and values of the committed tokens.
+        positions: ``[B T]``, positions of the rows of the block.
+    """
+    blocks = {
+        window: block_mask(config, window, positions.shape[1])
+        for window in dict.fromkeys(config.windows)
+    }
+    layers: Any = cache.layers
+    slot = jnp.arange(layers[0].capacity, dtype=jnp.int32)[None, :]
+    committed = (slot < cache.length[:, None])[:, None]
+    seen = {
+        window: committed if window is None else committed & is_near(positions, slot, window)
+        for window in blocks
+    }
+    return [
+        BlockContext((Segment(KeyValue(layer.keys, layer.values), seen[window]),), blocks[window])
+        for layer, window in zip(layers, config.windows, strict=True)
+    ]
+
+
+def block_mask(config: DFlashConfig, window: int | None, rows: int) -> Bool[Array, "1 T T"]:
+    """Returns which rows of a block each row attends to in layers with this window."""
+    is_causal = config.is_causal(window)
+    mask = causal_mask(rows) if is_causal else jnp.ones((1, rows, rows), jnp.bool_)
+    if window is None or window >= rows:
+        return mask
+    row = jnp.arange(rows, dtype=jnp.int32)[None]
+    return mask & is_near(row, row, window)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,14 +420,7 @@ class DFlashDrafter(NetworkDrafter):
         """Runs the block once, then chooses tokens level by level from its logits."""
         head = self.bind(params)
         hidden = self.read_block(params, head, state)
-        base = self.logits(params, head, hidden)
-
-        def level(depth: int, tokens: Any, carry: Any) -> Level:
-            if self.config.markov is None:
-                return Level(base[:, depth, None], carry, memory=())
-            row = jnp.broadcast_to(hidden[:, depth, None], (*tokens.shape, hidden.shape[-1]))
-            bias, carry = head.markov(tokens, row, carry)
-            return Level(base[:, depth, None] + bias, carry, memory=())
+        level = self.level(head, hidden, self.logits(params, head, hidden))
 
         def run(tokens: Any, carry: Any, depth: int, mask: Any, memory: Any) -> Level:
             # These tokens were drafted from the row before; the next row gives their children.
@@ -371,6 +443,29 @@ class DFlashDrafter(NetworkDrafter):
         draft, _ = self.grow(inputs)
         return draft
 
+    def level(
+        self, head: Any, hidden: Float[Array, "B K D"], base: Float[Array, "B K W"]
+    ) -> Callable[[int, Any, Any], Level]:
+        """Returns a function that gives a level of the draft.
+
+        Its arguments are the index of the row that predicts the level, the tokens ``[B k]`` before
+        it, and their carry.
+
+        Args:
+            head: The network.
+            hidden: ``[B K D]``, the rows of the block that predict.
+            base: ``[B K W]``, their logits.
+        """
+
+        def level(depth: int, tokens: Any, carry: Any) -> Level:
+            if self.config.markov is None:
+                return Level(base[:, depth, None], carry, memory=())
+            row = jnp.broadcast_to(hidden[:, depth, None], (*tokens.shape, hidden.shape[-1]))
+            bias, carry = head.markov(tokens, row, carry)
+            return Level(base[:, depth, None] + bias, carry, memory=())
+
+        return level
+
     def read_block(
         self, params: Params, head: DFlashHead, state: DFlashState
     ) -> Float[Array, "B K D"]:
@@ -387,17 +482,13 @@ class DFlashDrafter(NetworkDrafter):
         masks = jnp.full((state.root.shape[0], rows), config.mask_token, jnp.int32)
         tokens = masks.at[:, 0].set(state.root)
         positions = cache.length[:, None] + jnp.arange(rows, dtype=jnp.int32)[None, :]
-        mask = causal_mask(rows) if config.causal else jnp.ones((1, rows, rows), jnp.bool_)
-
-        # It reads the committed keys and values, and writes none.
-        layers: Any = cache.layers
-        slot = jnp.arange(layers[0].capacity, dtype=jnp.int32)[None, :]
-        committed = (slot < cache.length[:, None])[:, None]
-        segments = [Segment(KeyValue(layer.keys, layer.values), committed) for layer in layers]
-
-        embedded = embed(params["embedding"], tokens, self.precision)
-        contexts = [BlockContext((segment,), mask) for segment in segments]
+        contexts = block_contexts(config, cache, positions)
+        embedded = self.embedded(params, tokens)
         return head(embedded, positions, contexts)[:, -self.max_depth :]
+
+    def embedded(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Returns the input of the block."""
+        return embed(params["embedding"], tokens, self.precision)
 
     def logits(
         self, params: Params, head: DFlashHead, hidden: Float[Array, "B T D"]

@@ -12,6 +12,9 @@ from typing import Any, Literal
 MOST = 1_000_000_000
 # A config.json with more layers would fill the memory before any other check could refuse it.
 MOST_LAYERS = 10_000
+# Bounds of what is added to a mean square. Below, it is zero in float32, and a row of zeros becomes
+# NaN.
+_EPS = (1e-37, 1.0)
 
 
 def check_range(config: Any, least: int | float, most: int | float, *names: str) -> None:
@@ -153,12 +156,13 @@ class GroupedQuery:
     #: Length of a chunk of positions; a token attends to the earlier tokens of its chunk. ``None``:
     #: no chunks.
     chunk: int | None = None
-    #: Whether queries and keys are divided by their root mean square *after* rotation (Llama 4).
+    #: Whether queries and keys are divided by their root mean square *after* rotation (Llama 4,
+    #: Muse Glimmer).
     qk_l2_norm: bool = False
     #: Whether each head has one more logit in its softmax, without a value (gpt-oss).
     sinks: bool = False
     #: Whether the projection of the queries also gives a gate of their shape. Its sigmoid
-    #: multiplies the output of attention (Qwen3-Next).
+    #: multiplies the output of attention (Qwen3-Next, Muse Glimmer).
     output_gate: bool = False
     #: Scores become ``softcap * tanh(score / softcap)`` (Gemma 2); ``None`` for no cap.
     softcap: float | None = None
@@ -405,12 +409,16 @@ class LayerConfig:
     mixer: Mixer  #: The part that moves information between positions.
     mlp: MLP  #: The part that treats every position separately.
     norms: NormPlaces = "before"  #: Which tensors are normalised.
+    #: Added to the mean square in the norms of outputs; ``None`` for that of the model (Muse
+    #: Glimmer).
+    post_norm_eps: float | None = None
     #: Factor of the outputs of mixer and MLP before they are added to the residual stream
     #: (Granite).
     residual_scale: float = 1.0
 
     def __post_init__(self) -> None:
         check_range(self, 1e-6, 1e6, "residual_scale")
+        check_range(self, *_EPS, "post_norm_eps")
 
 
 def uniform(num_layers: int, mixer: Mixer, mlp: MLP) -> tuple[LayerConfig, ...]:
@@ -470,6 +478,13 @@ class DecoderConfig:
     norm_eps: float = 1e-6  #: Added to the mean square in RMSNorm.
     tie_embeddings: bool = False  #: Whether the output projection is the transposed embedding.
     norm_kind: NormKind = "plain"  #: How every norm of the model multiplies by its weight.
+    #: How the norm of the last output multiplies; ``None`` as the others (Muse Glimmer).
+    final_norm_kind: NormKind | None = None
+    #: Whether the residual stream starts from the embedding divided by its root mean square (Muse
+    #: Glimmer). Draft heads that borrow the embedding read it without that.
+    embedding_norm: bool = False
+    #: Tokens that stand for images or videos. In a text they enter as token 0 (Muse Glimmer).
+    media_tokens: tuple[int, ...] = ()
     #: Factor of the embedding at the start of the residual stream. Draft heads that borrow the
     #: embedding read it without the factor, as in vLLM and SGLang.
     embedding_scale: float = 1.0
@@ -664,5 +679,4 @@ def check_stack(config: Any) -> None:
         ValueError: A size is below 1, or ``norm_eps`` is out of range.
     """
     check_sizes(config, "vocab_size", "width", "num_layers", "max_positions")
-    # Below, it is zero in float32, and a row of zeros becomes NaN.
-    check_range(config, 1e-37, 1.0, "norm_eps")
+    check_range(config, *_EPS, "norm_eps")

@@ -54,6 +54,7 @@ from eagle3_jax.models.layers import (
     embed,
     keep_stream,
     normal_param,
+    normalised,
     product_by_table,
     scaled,
 )
@@ -95,19 +96,21 @@ class Block(nnx.Module):
         norms: dict[str, Any] = {"norm_eps": norm_eps, "norm_kind": norm_kind}
         options: dict[str, Any] = {"precision": precision, "rngs": rngs}
 
-        def norm(*places: NormPlaces) -> RMSNorm | None:
+        post_eps = norm_eps if config.post_norm_eps is None else config.post_norm_eps
+
+        def norm(*places: NormPlaces, eps: float = norm_eps) -> RMSNorm | None:
             if config.norms not in places:
                 return None
-            return RMSNorm(width, norm_eps, norm_kind, invariant=precision.invariant)
+            return RMSNorm(width, eps, norm_kind, invariant=precision.invariant)
 
         self.attention_norm = norm("before", "around", "parallel") if input_norm else None
         self.attention = MIXERS[type(config.mixer)](
             config.mixer, d_in=width, width=width, **norms, **options
         )
-        self.attention_post_norm = norm("after", "around")
+        self.attention_post_norm = norm("after", "around", eps=post_eps)
         self.mlp_norm = norm("before", "around")
         self.mlp = MLPS[type(config.mlp)](width, config.mlp, **options)
-        self.mlp_post_norm = norm("after", "around")
+        self.mlp_post_norm = norm("after", "around", eps=post_eps)
 
         self.parallel = config.norms == "parallel"
         self.residual_scale = config.residual_scale
@@ -158,8 +161,9 @@ class Decoder(nnx.Module):
         self.blocks = nnx.List(
             [Block(layer, width=config.width, **norms, **options) for layer in config.layers]
         )
+        final_kind = config.final_norm_kind or config.norm_kind
         self.norm = RMSNorm(
-            config.width, config.norm_eps, config.norm_kind, invariant=precision.invariant
+            config.width, config.norm_eps, final_kind, invariant=precision.invariant
         )
         if not config.tie_embeddings:
             self.head = Linear(
@@ -177,10 +181,14 @@ class Decoder(nnx.Module):
 
         ``contexts`` has an entry for each layer.
         """
+        for token in self.config.media_tokens:
+            tokens = jnp.where(tokens == token, 0, tokens)
         x = embed(self.embedding[...], tokens, self.precision)
         if self.config.embedding_scale != 1.0:
             # The factor is rounded first, as in the PyTorch models.
             x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
+        if self.config.embedding_norm:
+            x = normalised(x, self.config.norm_eps).astype(x.dtype)
 
         # Entry l is the stream that layer l reads. The last two are the output and its norm.
         streams = [x]
@@ -273,8 +281,8 @@ class DecoderTarget:
                 return f"layer {index} has another attention than grouped queries without sinks"
             if not isinstance(layer.mlp, GatedMLP):
                 return f"layer {index} has {type(layer.mlp).__name__} in place of a dense MLP"
-        if self.config.norm_kind == "layer":
-            return "the target has layer norms, not RMS norms"
+        if self.config.norm_kind == "layer" or self.config.embedding_norm:
+            return "the target has layer norms or a norm of the embedding, not RMS norms alone"
 
         backend = jax.default_backend()
         if backend == "cpu":
@@ -378,7 +386,7 @@ class DecoderTarget:
     def tables(self, params: Params) -> EmbeddingTables:
         """Returns the matrices that draft heads borrow: the embedding and the output matrix.
 
-        Heads apply neither the factor of the embedding nor the factor and cap of the logits.
+        Heads apply neither factor nor norm of the embedding, nor factor and cap of the logits.
         """
         output = None if self.config.tie_embeddings else params["head"]["kernel"]
         return EmbeddingTables(params["embedding"], output)

@@ -693,16 +693,20 @@ def lends_tables(subject: Subject) -> str:
         inputs = _features(subject, (0, num_layers, num_layers + 1))[:, :, 0]
     except Skipped:
         return f"{report}; the embedding is not compared"
-    factor, deviation = _scale_to(np.asarray(tables.embedding, np.float64)[text], inputs)
+    embedded = np.asarray(tables.embedding, np.float64)[text]
+    factor, deviation = _scale_to(embedded, inputs)
+    times = f"{factor:.4g} times the embedding"
+    if deviation > tolerance:
+        # A norm of the embedding has a factor for each token.
+        times = "the embedding times a number for each token"
+        rows = zip(embedded.reshape(-1, shape[1]), inputs.reshape(-1, shape[1]), strict=True)
+        deviation = max(_scale_to(*row)[1] for row in rows)
     if deviation > tolerance:
         raise Broken(
             f"the input of layer 0 is off by {deviation:.1g} of its largest value from its"
             " embedding's rows"
         )
-    return (
-        f"{report}; the input of layer 0 is {factor:.4g} times the embedding, off by"
-        f" {deviation:.0e}"
-    )
+    return f"{report}; the input of layer 0 is {times}, off by {deviation:.0e}"
 
 
 def _require_shape(name: str, table: Any, shape: tuple[int, ...]) -> None:

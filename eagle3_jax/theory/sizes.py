@@ -233,8 +233,8 @@ def _use(names: list[str], shape: tuple[int, ...], axes: set[str]) -> str:
             return use
     if "attention" in names:
         return "key_value"
-    # Tables that are looked up; `before` is DSpark's.
-    if names[-1] in ("embedding", "before"):
+    # Tables that are looked up; `before` is DSpark's and DFlash2's, `after` DFlash2's.
+    if names[-1] in ("embedding", "before", "after"):
         return "embedding"
     return "routers" if "mlp" in names else "fusion"
 

@@ -10,6 +10,8 @@ are:
   of 16, 10 and 8.
 * DSpark (arXiv 2607.05147): ``0.1 CE(x_{a+k}, q) + 0.9 |p - q|_1``, with the bias after the tokens
   of the text. The confidence has the loss ``BCE(c, sum_v min(p, q))``.
+* DFlash2: DFlash's, and ``CE(x_{a+k}, q)`` of the scores after the tokens of the text, where
+  ``x_{a+k}`` is a candidate. DFlash's own term has the logits without the scores.
 * JetSpec (arXiv 2606.18394): ``T^2 KL(p_T, q_T)``, with the same weight at all positions, in causal
   blocks.
 """
@@ -23,12 +25,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.drafters.dflash import DFlashConfig, DFlashDrafter, DFlashHead
+from eagle3_jax.drafters.dflash import DFlashConfig, DFlashDrafter, DFlashHead, is_near
 from eagle3_jax.models.attention import Segment
 from eagle3_jax.models.context import BlockContext
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
-from eagle3_jax.models.layers import embed
 from eagle3_jax.training.batches import (
     Frozen,
     Loss,
@@ -47,6 +48,7 @@ class BlockObjective:
     """Weights of the terms of a block's loss."""
 
     text: float = 0.0  #: Weight of the cross-entropy on the tokens of the text.
+    selector: float = 0.0  #: Weight of the cross-entropy on those that are among the candidates.
     distance: float = 0.0  #: Weight of ``|p - q|_1``.
     divergence: float = 0.0  #: Weight of ``T^2 KL(p_T, q_T)``.
     confidence: float = 0.0  #: Weight of the confidence's cross-entropy.
@@ -75,7 +77,8 @@ def block_loss(
     count = drafter.config.num_predicted
     teacher, features = teacher_forward(drafter, target, frozen, batch, count)
     anchors, is_anchor = choose_anchors(batch, objective.num_anchors)
-    logits, survival = run_blocks(drafter, target, head_params, frozen, features, batch, anchors)
+    blocks = run_blocks(drafter, target, head_params, frozen, features, batch, anchors)
+    logits, survival, unary = blocks
 
     # The token before each prediction.
     at = anchors[:, :, None] + jnp.arange(count)[None, None]
@@ -96,11 +99,20 @@ def block_loss(
     overlap = jnp.minimum(p, q).sum(-1)
 
     loss = jnp.zeros((), jnp.float32)
-    if objective.text:
-        ids = draft_ids(frozen, target.vocab_size)[batch.tokens]
-        word = take(extend(ids, count + 1, -1), at + 1)
+    ids = draft_ids(frozen, target.vocab_size)[batch.tokens]
+    word = take(extend(ids, count + 1, -1), at + 1)
+    is_word = supervised & (word >= 0) & take(real, at + 1)
+
+    def entropy_of(log_q: Array) -> Array:
         chosen = jnp.take_along_axis(log_q, jnp.maximum(word, 0)[..., None], axis=-1)[..., 0]
-        loss += objective.text * mean(-chosen, supervised & (word >= 0) & take(real, at + 1))
+        # Tokens that are not candidates have probability zero. NaN stays NaN.
+        is_possible = ~jnp.isneginf(chosen)
+        return mean(jnp.where(is_possible, -chosen, 0.0), is_word & is_possible)
+
+    if objective.text:
+        loss += objective.text * entropy_of(jax.nn.log_softmax(unary))
+    if objective.selector:
+        loss += objective.selector * entropy_of(log_q)
     # Of the tokens outside the draft vocabulary q has none, and p has 1 - mass.
     if objective.distance:
         loss += objective.distance * mean(jnp.abs(p - q).sum(-1) + 1 - label.mass)
@@ -143,10 +155,11 @@ def run_blocks(
     features: Float[Array, "B T A_aux Dt"],
     batch: TTTBatch,
     anchors: Int[Array, "B A"],
-) -> tuple[Float[Array, "B A K W"], Float[Array, "B A K"] | None]:
+) -> tuple[Float[Array, "B A K W"], Float[Array, "B A K"] | None, Float[Array, "B A K W"]]:
     """Returns the logits and the confidence logits of all blocks, after the tokens of the text.
 
-    The logits have the bias of the Markov head, if there is one.
+    The logits have the bias of the Markov head or the scores of the selector, if there is one. Of
+    the third result, the logits for the cross-entropy on the text, a selector has no part.
     """
     config = drafter.config
     count = drafter.config.num_predicted
@@ -163,39 +176,57 @@ def run_blocks(
     tokens = jnp.full((batch_size, num, rows), config.mask_token, jnp.int32).at[:, :, 0].set(first)
     before = (batch.positions[:, None] < anchors[:, :, None]) & batch.attention_mask[:, None]
     context_mask = jnp.repeat(before, rows, axis=1)
-    block_mask = same_block(num, config)
-    contexts = [BlockContext((Segment(kv, context_mask),), block_mask) for kv in context]
     flat = (batch_size, num * rows)
-    embedded = embed(params["embedding"], tokens.reshape(flat), drafter.precision)
+    masks = {}
+    for window in dict.fromkeys(config.windows):
+        seen = context_mask
+        if window is not None:
+            seen = seen & is_near(positions.reshape(flat), batch.positions, window)
+        masks[window] = (seen, same_block(num, config, window))
+
+    contexts = []
+    for kv, window in zip(context, config.windows, strict=True):
+        seen, block_mask = masks[window]
+        contexts.append(BlockContext((Segment(kv, seen),), block_mask))
+    embedded = drafter.embedded(params, tokens.reshape(flat))
     hidden = head(embedded, positions.reshape(flat), contexts).reshape(batch_size, num, rows, -1)
     hidden = hidden[:, :, rows - count :]
 
-    logits = drafter.logits(params, head, hidden.reshape(batch_size, num * count, -1))
-    logits = logits.reshape(batch_size, num, count, -1)
     before_prediction = anchors[:, :, None] + jnp.arange(count)[None, None]
     previous = take(extend(batch.tokens, count), before_prediction)
-    if config.markov is not None:
-        state = jnp.zeros((batch_size, num, config.markov.rank), hidden.dtype)
-        bias = []
-        # The bias of a token depends on the token before it and, through the state, on all before.
-        for k in range(count):
-            step, state = head.markov(previous[:, :, k], hidden[:, :, k], state)
-            bias.append(step)
-        logits = logits + jnp.stack(bias, axis=2)
+
+    # The logits of a token depend on the token before it and, through the carry, on all before.
+    flat_hidden = hidden.reshape(batch_size * num, count, -1)
+    base = drafter.logits(params, head, flat_hidden)
+    level = drafter.level(head, flat_hidden, base)
+    rank = 0 if config.markov is None else config.markov.rank
+    carry = jnp.zeros((batch_size * num, 1, rank), hidden.dtype)
+    steps = []
+    for k in range(count):
+        step = level(k, previous[:, :, k].reshape(-1, 1), carry)
+        carry = step.carry
+        steps.append(step.logits)
+    shape = (batch_size, num, count, -1)
+    logits = jnp.concatenate(steps, axis=1).reshape(shape)
 
     survival = None
     if config.confidence is not None:
         survival = jax.vmap(head.survival, (2, 2), 2)(hidden, previous)
-    return logits, survival
+    return logits, survival, logits if config.markov is not None else base.reshape(shape)
 
 
-def same_block(num: int, config: DFlashConfig) -> Bool[Array, "1 R R"]:
-    """Returns the attention mask of ``num`` blocks: rows attend to their own block only."""
+def same_block(num: int, config: DFlashConfig, window: int | None) -> Bool[Array, "1 R R"]:
+    """Returns the attention mask of ``num`` blocks in layers with a window.
+
+    Rows attend to their own block only.
+    """
     row = jnp.arange(num * config.block_size)
     block = row // config.block_size
     mask = block[:, None] == block[None, :]
-    if config.causal:
+    if config.is_causal(window):
         mask &= row[:, None] >= row[None, :]
+    if window is not None:
+        mask &= is_near(row[None], row[None], window)[0]
     return mask[None]
 
 

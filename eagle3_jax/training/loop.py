@@ -103,7 +103,7 @@ def _hidden_matrices(params: Params) -> Any:
 
 def _muon_dimensions(path: tuple[Any, ...], leaf: jax.Array) -> Any:
     names = {str(getattr(entry, "key", entry)) for entry in path}
-    hidden = leaf.ndim == 2 and names.isdisjoint({"embedding", "head", "markov"})
+    hidden = leaf.ndim == 2 and names.isdisjoint({"embedding", "head", "markov", "selector"})
     return optax.contrib.MuonDimensionNumbers() if hidden else None
 
 

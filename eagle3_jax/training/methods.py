@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Int
 
 from eagle3_jax.drafters.dflash import DFlashConfig, DFlashDrafter, Markov
+from eagle3_jax.drafters.dflash2 import DFlash2Config, DFlash2Drafter
 from eagle3_jax.drafters.draft_model import DraftModel
 from eagle3_jax.drafters.eagle1 import Eagle1Config, Eagle1Drafter
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
@@ -248,6 +249,15 @@ def _spark(target: DecoderConfig, options: HeadOptions) -> DFlashConfig:
     return _block(target, options, from_anchor=True, markov=markov, confidence="markov")
 
 
+def _convolved(target: DecoderConfig, options: HeadOptions) -> DFlash2Config:
+    return DFlash2Config(
+        **vars(_block(target, options)),
+        conv_group_size=math.gcd(16, target.width),
+        selector_rank=min(256, target.width),
+        selector_top_k=min(16, target.vocab_size),
+    )
+
+
 def spread_layers(num_layers: int) -> tuple[int, ...]:
     """Returns five layers from the second to the fourth last, as in published heads.
 
@@ -365,14 +375,17 @@ def _supervised(options: HeadOptions) -> TTTConfig:
 
 
 def _block_recipe(
-    shape: Callable[[DecoderConfig, HeadOptions], DFlashConfig], objective: BlockObjective
+    shape: Callable[[DecoderConfig, HeadOptions], DFlashConfig],
+    objective: BlockObjective,
+    drafter: type[DFlashDrafter] = DFlashDrafter,
+    choices: tuple[str, ...] = _LAYERS_MLP_VOCABULARY,
 ) -> Recipe:
     # The whole block is learned from the first step on, so the objective does not depend on the
     # depth.
     return Recipe(
-        _LAYERS_MLP_VOCABULARY,
+        choices,
         shape,
-        DFlashDrafter,
+        drafter,
         block_loss,
         lambda options: objective,
         depths="7",
@@ -423,6 +436,12 @@ RECIPES: dict[str, Recipe] = {
         _LAYERS_MLP_VOCABULARY, _p_eagle, PEagleDrafter, p_eagle_loss, depths="8", reduced=True
     ),
     "dflash": _block_recipe(_block, BlockObjective(text=1.0)),
+    "dflash2": _block_recipe(
+        _convolved,
+        BlockObjective(text=1.0, selector=1.0),
+        DFlash2Drafter,
+        ("num_layers", "mlp_width"),
+    ),
     "dspark": _block_recipe(_spark, BlockObjective(text=0.1, distance=0.9, confidence=1.0)),
     "jetspec": _block_recipe(
         functools.partial(_block, causal=True), BlockObjective(divergence=1.0, decays=False)

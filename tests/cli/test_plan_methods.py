@@ -14,14 +14,16 @@ from safetensors.numpy import load_file
 
 from eagle3_jax.cli import run
 
-EAGLE3, EAGLE31, P_EAGLE, EAGLE1, MTP, MEDUSA, DFLASH, JETSPEC, DSPARK, DRAFT_MODEL = CHECKPOINTS
+(EAGLE3, EAGLE31, P_EAGLE, EAGLE1, MTP, MEDUSA, DFLASH, JETSPEC, DSPARK, DFLASH2, DRAFT_MODEL) = (
+    CHECKPOINTS
+)
 # Bytes of a token's keys and values in a layer: 2 heads of 8 numbers, in bfloat16.
 LAYER = 2 * 2 * 8 * 2
 OUTPUT = 61 * 32
 # Layers with a cache, and parameters of the target that a pass reads in addition to the drafter's.
-LAYERS = {MEDUSA: 0, DFLASH: 2, JETSPEC: 2, DSPARK: 2, DRAFT_MODEL: 2}
-BORROWED = {EAGLE1: OUTPUT, MTP: OUTPUT, DFLASH: OUTPUT, JETSPEC: OUTPUT, DSPARK: OUTPUT}
-ONE_PASS = (P_EAGLE, MEDUSA, DFLASH, JETSPEC, DSPARK)
+LAYERS = {MEDUSA: 0} | dict.fromkeys((DFLASH, JETSPEC, DSPARK, DFLASH2, DRAFT_MODEL), 2)
+BORROWED = dict.fromkeys((EAGLE1, MTP, DFLASH, JETSPEC, DSPARK, DFLASH2), OUTPUT)
+ONE_PASS = (P_EAGLE, MEDUSA, DFLASH, JETSPEC, DSPARK, DFLASH2)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +61,7 @@ def test_sizes_are_those_of_the_file(tmp_path: Path, target: Path, capsys: Any, 
     assert memory["bytes"]["head_weights"] == 2 * numbers
     assert memory["drafter_cache_bytes_per_token"] == LAYER * LAYERS.get(name, 1)
 
-    looked_up = ("embed_tokens.weight", "d2t", "t2d", "markov_w1.weight")
+    looked_up = ("embed_tokens.weight", "d2t", "t2d", "markov_w1.weight", "codebook")
     read = stored(drafter, without=looked_up) + BORROWED.get(name, 0)
     context = 16
     k = 3

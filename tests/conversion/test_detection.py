@@ -29,7 +29,9 @@ from eagle3_jax.load import named_drafter
 from eagle3_jax.topology import DynamicTree
 
 OFFICIAL = Path(__file__).parent.parent / "golden" / "official"
-EAGLE3, EAGLE31, P_EAGLE, EAGLE1, MTP, MEDUSA, DFLASH, JETSPEC, DSPARK, DRAFT_MODEL = CHECKPOINTS
+(EAGLE3, EAGLE31, P_EAGLE, EAGLE1, MTP, MEDUSA, DFLASH, JETSPEC, DSPARK, DFLASH2, DRAFT_MODEL) = (
+    CHECKPOINTS
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +51,11 @@ def test_a_loaded_drafter_is_described_by_its_method(
     directory = CHECKPOINTS[name](tmp_path / "drafter")
     decoder = SpeculativeDecoder(target, load_drafter(directory, target=target))
     # All rows of a block, all heads of Medusa, or the default.
-    length = {DFLASH: 4, JETSPEC: 4, DSPARK: 5}.get(name, 3)
+    length = {DFLASH: 4, JETSPEC: 4, DSPARK: 5, DFLASH2: 4}.get(name, 3)
     assert decoder.method == f"{name}, chain K={length}, greedy draft sampling"
     assert re.fullmatch(
-        "every row sees its whole block.*" if name in (DFLASH, DSPARK) else "", decoder.drafter.note
+        "every row sees its whole block.*" if name in (DFLASH, DSPARK, DFLASH2) else "",
+        decoder.drafter.note,
     )
 
     description = conversion.describe(directory)

@@ -38,8 +38,13 @@ HEADS = {
     "DSpark after masks": BlockHead(rank=6, confidence="hidden", draft_vocab=40),
     "DSpark, gated": BlockHead(from_anchor=True, rank=6, markov="gated"),
     "DSpark, recurrent": BlockHead(from_anchor=True, rank=6, markov="rnn"),
+    "windows": BlockHead(windows=(True, False), is_causal=False),
+    "causal windows": BlockHead(windows=(True, False)),
+    "JetSpec, windows": BlockHead(windows=(True, True)),
 }
 HALVES = {name: dataclasses.replace(head, dtype=ml_dtypes.bfloat16) for name, head in HEADS.items()}
+OURS = ("fc.weight", "hidden_norm.weight")
+THEIRS = ("encoder.fc.weight", "encoder.output_norm_enc.weight")
 NOT_EXPRESSIBLE = {
     "vllm": {
         "anchored": "from_anchor without markov",
@@ -47,11 +52,23 @@ NOT_EXPRESSIBLE = {
         "DSpark, recurrent": "markov type 'rnn'",
     },
     "speculators": {"JetSpec": "causal", "its own tables": "an embedding of its own"},
+    "transformers": {
+        "DFlash of a reduced vocabulary": "biases; a vocabulary",
+        "JetSpec": "a causal block",
+        "its own tables": "a vocabulary, output or embedding of its own",
+        "anchored": "from_anchor",
+        "causal windows": "a causal block",
+        "JetSpec, windows": "a causal block",
+        **dict.fromkeys(
+            ("DSpark", "DSpark after masks", "DSpark, gated", "DSpark, recurrent"),
+            "a bias by the token before",
+        ),
+    },
     "jax": {},
 }
 
 
-@pytest.mark.parametrize("to", ["jax", "vllm", "speculators"])
+@pytest.mark.parametrize("to", NOT_EXPRESSIBLE)
 @pytest.mark.parametrize("name", HALVES)
 def test_a_head_round_trips_bit_equal_or_its_setting_is_refused(
     tmp_path: Path, name: str, to: str
@@ -63,7 +80,9 @@ def test_a_head_round_trips_bit_equal_or_its_setting_is_refused(
     message = NOT_EXPRESSIBLE[to].get(name)
     round_trip(directory, to, TARGET, message)
     if message is None and to != "jax":
-        assert same_params(load_file(tmp_path / "out" / "model.safetensors"), head.tensors())
+        names = dict(zip(OURS, THEIRS, strict=True)) if to == "transformers" else {}
+        expected = {names.get(name, name): value for name, value in head.tensors().items()}
+        assert same_params(load_file(tmp_path / "out" / "model.safetensors"), expected)
 
 
 @pytest.mark.parametrize("name", sorted(HEADS.keys() - NOT_EXPRESSIBLE["speculators"].keys()))
@@ -104,6 +123,110 @@ def test_a_speculators_head_of_full_layers_sees_its_whole_block(tmp_path: Path) 
     assert (
         conversion.read_head(BlockHead(causal=True).write(tmp_path / "causal"), TARGET).note == ""
     )
+
+
+class Windows(NamedTuple):
+    """What a file with windows means."""
+
+    fields: dict[str, Any]
+    windows: tuple[int | None, ...] = (8, None)
+    causal: bool = False
+    causal_windows: bool = False
+    dialect: str = "vllm"
+
+
+MIXED = ["sliding_attention", "full_attention"]
+SLIDES = {"layer_types": MIXED, "sliding_window": 8, "use_sliding_window": True}
+# As the sources of the projects have it: transformers 5.24, z-lab's dflash/model.py, vLLM 0.32's
+# qwen3_dflash.py, SGLang's dflash_utils.py, speculators' models/dflash.
+WINDOWS = {
+    "z-lab, published": Windows(SLIDES, causal_windows=True),
+    "z-lab, both ways": Windows(SLIDES | {"is_causal": False}),
+    "z-lab, causal": Windows(SLIDES | {"is_causal": True}, causal=True),
+    "z-lab, all layers": Windows(
+        SLIDES | {"layer_types": MIXED[:1] * 2}, windows=(8, 8), causal=True
+    ),
+    "z-lab, a window that is off": Windows(
+        {"sliding_window": 8, "use_sliding_window": False}, windows=(None, None)
+    ),
+    "vLLM, its flag": Windows(SLIDES | {"dflash_config": {"causal": False}}),
+    "vLLM, every layer": Windows(
+        {"dflash_config": {"use_swa": True, "swa_window_size": 8}}, windows=(8, 8)
+    ),
+    "vLLM, every layer by the other size": Windows(
+        {"layer_types": None, "sliding_window": 8, "dflash_config": {"use_swa": True}},
+        windows=(8, 8),
+    ),
+    "vLLM, the layers that are named": Windows(
+        {"layer_types": MIXED, "dflash_config": {"use_swa": True, "swa_window_size": 8}},
+        causal_windows=True,
+    ),
+    "speculators, causal": Windows(SLIDES, causal_windows=True, dialect="speculators"),
+    "speculators, both ways": Windows(
+        SLIDES | {"sliding_window_non_causal": True}, dialect="speculators"
+    ),
+    "transformers": Windows(
+        {"layer_types": MIXED, "sliding_window": 8}, windows=(9, None), dialect="transformers"
+    ),
+    "transformers, without layer_types": Windows(
+        {"layer_types": None, "sliding_window": 8}, windows=(9, 9), dialect="transformers"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_window_is_what_the_project_of_the_file_means_by_it(tmp_path: Path, name: str) -> None:
+    case = WINDOWS[name]
+    # Two windows, so that the file of transformers has no size that others would default to.
+    directory = BlockHead().write(tmp_path / "head", case.dialect)
+    edit_fields(directory, case.fields)
+    config = conversion.read_head(directory, TARGET).config
+    assert config.windows == case.windows
+    assert (config.causal, config.causal_windows) == (case.causal, case.causal_windows)
+
+
+def edit_fields(directory: Path, fields: dict[str, Any]) -> None:
+    """Changes fields where the file of a block drafter has them."""
+    path = directory / "config.json"
+    values = json.loads(path.read_text())
+    for name, value in fields.items():
+        section = values
+        if "transformer_layer_config" in values and name != "sliding_window_non_causal":
+            section = values["transformer_layer_config"]
+        if isinstance(value, dict):
+            value = {**section[name], **value}
+        section[name] = value
+    path.write_text(json.dumps(values))
+
+
+def test_the_notes_say_what_layers_with_a_window_see(tmp_path: Path) -> None:
+    head = BlockHead(windows=(True, False), window=8)
+    note = conversion.read_head(head.write(tmp_path / "z-lab"), TARGET).note
+    assert "layer 0 sees 7 positions behind" in note
+    assert "ahead" not in note
+    note = conversion.read_head(head.write(tmp_path / "hf", "transformers"), TARGET).note
+    assert "layer 0 sees 8 positions behind and ahead" in note
+
+
+def test_what_engines_do_with_logits_is_noted(tmp_path: Path) -> None:
+    directory = BlockHead().write(tmp_path / "head")
+    edit_config(directory, final_logit_softcapping=30.0)
+    assert (
+        "likeliest tokens: final_logit_softcapping" in conversion.read_head(directory, TARGET).note
+    )
+
+
+def test_an_assistant_needs_its_target(tmp_path: Path) -> None:
+    directory = BlockHead(windows=(True, False)).write(tmp_path / "head", "transformers")
+    with pytest.raises(conversion.TargetNeededError, match="the size of the vocabulary; give"):
+        conversion.read_head(directory)
+    description = conversion.describe(directory)
+    assert (description.kind, description.dialect) == ("draft head: DFlash", "transformers")
+    wider = dataclasses.replace(TARGET, width=48)
+    with pytest.raises(
+        conversion.CheckpointError, match="reads features of width 32 but the target has 48"
+    ):
+        conversion.read_head(directory, wider)
 
 
 def test_names_of_other_tools_are_understood(tmp_path: Path) -> None:
@@ -177,8 +300,44 @@ REFUSALS = {
     "mask tokens that disagree": case("mask_token_id is 60 and pard_token is 7", pard_token=7),
     "no block size": case("no block_size", block_size=None),
     "no rope_theta": case("has no rope_theta; it changes the mathematics", rope_theta=None),
-    "a window": case(
-        "only full attention", layer_types=["sliding_attention"] * 2, sliding_window=8
+    "a window that is off": case(
+        "but no sliding_window is switched on", layer_types=MIXED, sliding_window=8
+    ),
+    "a window of nothing": case("sliding_window is 0; expected", **SLIDES | {"sliding_window": 0}),
+    "a window below nothing": case(
+        "sliding_window is -1; expected", dialect="transformers", sliding_window=-1
+    ),
+    "an unknown kind of layer": case(
+        "layer_types has 'chunked_attention'; expected full_attention or sliding_attention",
+        **SLIDES | {"layer_types": ["chunked_attention", *MIXED[1:]]},
+    ),
+    "kinds of too many layers": case(
+        "layer_types names 3 layers but the head has 2",
+        **SLIDES | {"layer_types": [*MIXED, MIXED[0]]},
+    ),
+    "kinds of too few layers": case(
+        "layer_types names 1 layers but the head has 2",
+        dialect="transformers",
+        layer_types=MIXED[:1],
+        sliding_window=8,
+    ),
+    "a window without layers": case("no layer_types say", **SLIDES | {"layer_types": None}),
+    "windows that disagree": case(
+        "swa_window_size is 4 and sliding_window is 8; they must agree", **SLIDES, swa_window_size=4
+    ),
+    "a window without its size": case("has no sliding_window", use_swa=True),
+    "an assistant without its size": case("has no sliding_window", dialect="transformers"),
+    "a causal assistant": case(
+        "is_causal is True; only False", dialect="transformers", is_causal=True, sliding_window=8
+    ),
+    "windows of speculators without their flag": case(
+        "does not say whether the block is causal",
+        BlockHead(windows=(True, False)),
+        "speculators",
+        sliding_window_non_causal=None,
+    ),
+    "an embedding that is scaled": case(
+        "input_embedding_scale is 2.0; only 1.0", input_embedding_scale=2.0
     ),
     "values that are scaled": case("attention_value_scale is 0.5", attention_value_scale=0.5),
     "a setting in two places": case(
@@ -197,10 +356,6 @@ REFUSALS = {
     "a reduced vocabulary without d2t": case("has no d2t", BlockHead(draft_vocab=40), d2t__=None),
     "another width without an embedding": case(
         "no embed_tokens", BlockHead(width=48, heads=6, head_dim=8), target_hidden_size=32
-    ),
-    "DFlash2": case("a DFlash2 drafter", candidate_selector__hidden_projection__weight=MATRIX),
-    "DFlash2 by its name": case(
-        "a DFlash2 drafter", dialect="speculators", speculators_model_type="dflash2"
     ),
     "Domino": case("a 'domino' drafter", dflash_config={"projector_type": "domino"}),
     "XPress": case("a 'xpress' drafter", dialect="speculators", speculators_model_type="xpress"),

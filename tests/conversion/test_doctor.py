@@ -160,8 +160,10 @@ METHOD_CHECKS = {
         "block",
         "block of 5 rows, each sees the whole block: only K = 4 was trained",
     ),
+    "DFlash head (transformers layout)": ("block", "layer 0 sees 3 positions behind and ahead"),
     "JetSpec head (vllm layout)": ("block", "any K up to 4"),
     "DSpark head (vllm layout)": ("confidence", "a head of its own"),
+    "DFlash2 head (vllm layout)": ("selector", "5 candidates for each token"),
     "draft model": ("size", "2 layers of width 32, target 8"),
 }
 

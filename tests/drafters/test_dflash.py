@@ -30,7 +30,12 @@ HEADS = {
     "DSpark behind masks": BlockHead(rank=6, confidence="hidden", draft_vocab=40, block=4),
     "DSpark, gated": BlockHead(from_anchor=True, rank=6, markov="gated", block=4),
     "DSpark, recurrent": BlockHead(from_anchor=True, rank=6, markov="rnn", block=4),
+    "DFlash, causal in windows": BlockHead(windows=(True, False)),
+    "DFlash, both ways in windows": BlockHead(windows=(False, True), is_causal=False),
+    "JetSpec under windows": BlockHead(windows=(True, True), causal=True, is_causal=True),
+    "Muse Glimmer's assistant": BlockHead(windows=(True, False), window=2),
 }
+DIALECTS = {"Muse Glimmer's assistant": "transformers"}
 EMBEDDING, OUTPUT = target_tables()
 
 
@@ -38,7 +43,8 @@ EMBEDDING, OUTPUT = target_tables()
 def test_a_block_is_that_of_its_independent_twin_after_every_rollback(name: str) -> None:
     """Three rounds on two rows that commit different numbers of tokens; the twin has no cache."""
     head = HEADS[name]
-    drafter, params = loaded_head(head.write)
+    dialect = DIALECTS.get(name, "vllm")
+    drafter, params = loaded_head(functools.partial(head.write, dialect=dialect))
     assert drafter.max_depth == head.predicted
     random = np.random.default_rng(3)
     tokens = random.integers(0, 61, (2, 40))
@@ -61,7 +67,7 @@ def test_a_block_is_that_of_its_independent_twin_after_every_rollback(name: str)
         for row in range(2):
             root = int(tokens[row, known[row]])
             truth = run_block(
-                head, EMBEDDING, OUTPUT, features[row, : known[row]], root, head.predicted
+                head, EMBEDDING, OUTPUT, features[row, : known[row]], root, head.predicted, dialect
             )
             np.testing.assert_allclose(hidden[row], truth.hidden, atol=1e-5)
             np.testing.assert_allclose(logits[row], truth.logits, atol=1e-4)
@@ -111,6 +117,7 @@ TREES = {
     "DSpark, recurrent": BlockHead(
         draft_vocab=6, block=3, layers=1, rank=4, markov="rnn", from_anchor=True, seed=2
     ),
+    "DFlash under windows": BlockHead(draft_vocab=6, block=4, windows=(True, False), seed=2),
 }
 
 

@@ -6,18 +6,21 @@ they draft.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from eagle3_jax import SpeculativeDecoder
-from eagle3_jax.decode import LoadedTarget
+from eagle3_jax import SpeculativeDecoder, conversion
+from eagle3_jax.decode import LoadedDrafter, LoadedTarget
 from eagle3_jax.devices.sharding import to_host
 from eagle3_jax.load import load_drafter, load_target
+from eagle3_jax.models.config import with_window
 
 pytestmark = pytest.mark.core
 
@@ -32,9 +35,15 @@ class Recording(NamedTuple):
     num_speculative_tokens: int
     drafter: str = "drafter"  #: A folder next to the target, or a named drafter.
     target: str = ""  #: The folder with the target; by default that of the recording.
+    to: str = ""  #: The layout that the drafter is written in before it is loaded.
 
 
 TABLE = {
+    "DFlash2": Recording("dflash2_qwen3", 5, target="dflash_qwen3"),
+    "DFlash, Muse Glimmer": Recording("dflash_muse_glimmer", 4),
+    "DFlash, windows": Recording("dflash_qwen3", 5),
+    "DFlash, windows in z-lab's layout": Recording("dflash_qwen3", 5, to="vllm"),
+    "DFlash, full layers": Recording("dflash_qwen3_full", 4, target="dflash_qwen3"),
     "DFlash, z-lab's layout": Recording(
         "dflash_qwen3_full", 4, drafter="drafter_zlab", target="dflash_qwen3"
     ),
@@ -58,13 +67,24 @@ def target_of(recording: Recording) -> LoadedTarget:
     return load_target(RECORDINGS / (recording.target or recording.name) / "target")
 
 
-def decoder_of(recording: Recording) -> SpeculativeDecoder:
+def drafter_of(recording: Recording) -> LoadedDrafter:
     target = target_of(recording)
     folder = RECORDINGS / recording.name / recording.drafter
     source = folder if folder.is_dir() else recording.drafter
-    drafter = load_drafter(source, target=target)
-    count = recording.num_speculative_tokens
-    return SpeculativeDecoder(target, drafter, num_speculative_tokens=count, stop_tokens=())
+    with tempfile.TemporaryDirectory() as temporary:
+        if recording.to:
+            source = Path(temporary) / recording.to
+            conversion.convert(folder, source, recording.to, target.model.config)
+        return load_drafter(source, target=target)
+
+
+def decoder_of(recording: Recording, drafter: LoadedDrafter | None = None) -> SpeculativeDecoder:
+    return SpeculativeDecoder(
+        target_of(recording),
+        drafter or drafter_of(recording),
+        num_speculative_tokens=recording.num_speculative_tokens,
+        stop_tokens=(),
+    )
 
 
 def recorded(recording: Recording) -> list[dict[str, Any]]:
@@ -116,3 +136,34 @@ def test_every_round_drafts_and_accepts_as_transformers(name: str) -> None:
                 assert drafted.matches == matches, f"at {length} tokens"
             num_equal += 1
     assert num_equal == sum(len(row["rounds"]) for row in theirs) > 100
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("DFlash, Muse Glimmer", 193), ("DFlash, windows", 179)]
+)
+def test_a_drafter_whose_windows_are_ignored_drafts_other_tokens(name: str, count: int) -> None:
+    """Counts the recorded rounds that differ with full attention in every layer.
+
+    And fewer of their tokens are accepted.
+    """
+    recording = TABLE[name]
+    loaded = drafter_of(recording)
+    layers = tuple(with_window(layer, None) for layer in loaded.drafter.config.layers)
+    config = dataclasses.replace(loaded.drafter.config, layers=layers)
+    drafter = dataclasses.replace(loaded.drafter, config=config)
+    decoder = decoder_of(recording, dataclasses.replace(loaded, drafter=drafter))
+
+    prompts = []
+    rounds = []
+    for row in recorded(recording):
+        # The last token before a draft is the target's, which a prefill writes.
+        text = row["prompt"] + row["greedy"]
+        prompts += [text[: length - 1] for length, _, _ in row["rounds"]]
+        rounds += row["rounds"]
+    latest = next(decoder.rounds(prompts, max_new_tokens=2))
+    drafted, accepted = to_host((latest.draft.tokens, latest.verdict.num_accepted))
+
+    pairs = zip(drafted[:, 1:].tolist(), rounds, strict=True)
+    num_other = sum(tokens[: len(wanted)] != wanted for tokens, (_, wanted, _) in pairs)
+    assert num_other == count
+    assert accepted.sum() < 0.85 * sum(matches for _, _, matches in rounds)

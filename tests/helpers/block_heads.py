@@ -24,6 +24,9 @@ class BlockHead(StoredHead):
     mask: int = 60
     theta: float = 1e6
     causal: bool = False
+    windows: tuple[bool, ...] = ()  # which layers slide
+    window: int = 3  # the sliding_window of the file
+    is_causal: bool | None = None  # z-lab's field
     from_anchor: bool = False
     rank: int = 0
     markov: str = "vanilla"
@@ -31,6 +34,24 @@ class BlockHead(StoredHead):
     bias: bool = False
     own_output: bool = False
     own_embedding: bool = False
+
+    def sees(self, layer: int, behind: np.ndarray, dialect: str = "vllm") -> np.ndarray:
+        """Returns which keys a row attends to, by their distances behind it.
+
+        The rule of the layout, as its project has it: z-lab's code, and transformers.
+        """
+        slides = bool(self.windows) and self.windows[layer]
+        is_causal = self.causal
+        if slides and dialect == "vllm":
+            is_causal = self.is_causal is not False
+        seen = behind >= 0 if is_causal else np.ones_like(behind, bool)
+        if slides:
+            seen &= (
+                abs(behind) <= self.window
+                if dialect == "transformers"
+                else abs(behind) < self.window
+            )
+        return seen
 
     @property
     def predicted(self) -> int:
@@ -89,6 +110,14 @@ class BlockHead(StoredHead):
             layer_types=["full_attention"] * self.layers,
             tie_word_embeddings=False,
         )
+        if self.windows:
+            sizes |= {
+                "layer_types": [
+                    "sliding_attention" if slides else "full_attention" for slides in self.windows
+                ],
+                "use_sliding_window": True,
+                "sliding_window": self.window,
+            }
 
         spark: dict[str, Any] = {}
         if self.rank:
@@ -106,11 +135,25 @@ class BlockHead(StoredHead):
                 "block_size": self.block,
                 "mask_token_id": self.mask,
                 "sample_from_anchor": self.from_anchor,
-                "sliding_window_non_causal": False,
+                "sliding_window_non_causal": self.is_causal is False,
                 **spark,
             }
 
         ids: dict[str, Any] = {"mask_token_id": self.mask, "target_layer_ids": list(self.ids)}
+        if dialect == "transformers":
+            del sizes["vocab_size"]
+            sizes.pop("use_sliding_window", None)
+            return (
+                sizes
+                | ids
+                | {
+                    "model_type": "muse_glimmer_assistant",
+                    "block_size": self.block,
+                }
+            )
+
+        if self.is_causal is not None:
+            sizes["is_causal"] = self.is_causal
         values = {"architectures": ["DFlashDraftModel"], "block_size": self.block, **sizes}
         if self.draft_vocab < self.vocab:
             values["draft_vocab_size"] = self.draft_vocab
@@ -150,6 +193,7 @@ def run_block(
     features: np.ndarray,
     root: int,
     count: int,
+    dialect: str = "vllm",
 ) -> Block:
     """Runs ``count`` predictions after ``features [n A Dt]`` of tokens before the root."""
     w = weights(head)
@@ -177,7 +221,9 @@ def run_block(
 
     context = rms(features.reshape(known, -1).astype(np.float64) @ w["fc"].T, "hidden_norm")
     x = embedding.astype(np.float64)[[root, *[head.mask] * (rows - 1)]]
-    for name in (f"layers.{layer}" for layer in range(head.layers)):
+    behind = known + np.arange(rows)[:, None] - np.arange(known + rows)
+    for layer in range(head.layers):
+        name = f"layers.{layer}"
         a = rms(x, f"{name}.input_layernorm")
         attn = f"{name}.self_attn"
         q = turned(rms(heads(a, f"{attn}.q_proj"), f"{attn}.q_norm"), known)
@@ -190,10 +236,7 @@ def run_block(
             head.heads // head.kv_heads, 1
         )
         score = np.einsum("qhd,khd->hqk", q, k) / head.head_dim**0.5
-        if head.causal:
-            score[
-                :, *np.nonzero(np.arange(known + rows) > known + np.arange(rows)[:, None])
-            ] = -np.inf
+        score[:, *np.nonzero(~head.sees(layer, behind, dialect))] = -np.inf
         x = x + linear(
             np.einsum("hqk,khd->qhd", softmax(score, -1), v).reshape(rows, -1), f"{attn}.o_proj"
         )

@@ -21,6 +21,7 @@ from eagle3_jax.types import DraftSampling
 TARGET = tiny.target(13)
 PROBABILISTIC = DraftSampling.PROBABILISTIC
 TREE = DynamicTree(num_nodes=9, max_depth=3, top_k=3)
+WINDOWED = tiny.layers(1, window=3, qk_norm=True) + tiny.layers(1, qk_norm=True)
 # A block of DeepSeek V3.
 LATENT = (
     LayerConfig(
@@ -65,10 +66,21 @@ ALL_DRAFTERS: dict[str, Callable[[], LoadedDrafter]] = {
         TARGET, Chain(3), layers=(*tiny.layers(1), *LATENT), draft_sampling=PROBABILISTIC
     ),
     "DFlash chain": lambda: tiny.dflash(TARGET, Chain(3), draft_vocab_size=7),
+    "DFlash sampled chain, windows": lambda: tiny.dflash(
+        TARGET, Chain(3), draft_sampling=PROBABILISTIC, layers=WINDOWED
+    ),
+    "DFlash dynamic tree, causal windows": lambda: tiny.dflash(
+        TARGET, TREE, layers=WINDOWED, causal_windows=True
+    ),
     "DSpark sampled chain": lambda: tiny.dflash(
         TARGET, draft_sampling=PROBABILISTIC, block_size=3, from_anchor=True, markov=Markov(rank=4)
     ),
     "DSpark dynamic tree": lambda: tiny.dflash(TARGET, TREE, markov=Markov(rank=4)),
+    "DFlash2 chain": lambda: tiny.dflash2(TARGET, Chain(3)),
+    "DFlash2 sampled chain": lambda: tiny.dflash2(
+        TARGET, draft_sampling=PROBABILISTIC, layers=tiny.layers(2, qk_norm=True, window=3)
+    ),
+    "DFlash2 dynamic tree": lambda: tiny.dflash2(TARGET, TREE, final_logit_softcapping=2.0),
     "EAGLE-3.1 chain": lambda: tiny.eagle3(
         TARGET, Chain(2), norm_output=True, fc_norm=True, num_layers=2
     ),

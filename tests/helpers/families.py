@@ -285,6 +285,17 @@ LLAMAS = {
 }  # fmt: skip
 
 
+MUSE_GLIMMER = Recipe(
+    "muse_glimmer_text",
+    {
+        "head_dim": 12, "sliding_window": 5, "qk_scale_factor": 1.7, "output_multiplier": 0.6,
+        "final_logit_softcapping": 6.0, "post_norm_eps": 1e-3, "rms_norm_eps": 1e-5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "layer_rope_theta": [1e4, 1e4, 0, 0],
+    }
+    | _rope(1e4),
+    0,
+)  # fmt: skip
 _PIXTRAL = {
     "model_type": "pixtral", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
     "intermediate_size": 32, "image_size": 28, "patch_size": 14, "head_dim": 8,
@@ -348,6 +359,20 @@ WRAPPED = {
             "mm_tokens_per_image": 4, "tie_word_embeddings": False,
         },
         0,
+    ),
+    # transformers has no class for its language model alone.
+    "muse_glimmer": Recipe(
+        "muse_glimmer",
+        {
+            "text_config": {"model_type": "muse_glimmer_text", **BASE, **MUSE_GLIMMER.fields},
+            "vision_config": {
+                "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
+                "patch_size": 4, "pos_emb_height": 4, "pos_emb_width": 4, "patch_temporal": 1,
+                "max_position_embeddings": 16,
+            },
+            "image_token_id": 14, "video_token_id": 95, "out_hidden_size": 64, "projector_hidden_size": 16,
+        },
+        6,
     ),
 }  # fmt: skip
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from block_heads import BlockHead
 from checkpoints import TARGET, Head, edit_config, edit_tensors, write_checkpoint, write_llama
+from convolved_heads import ConvolvedHead
 from torch_heads import MTP, Eagle1
 
 from eagle3_jax.models.config import uniform
@@ -56,8 +58,12 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "MTP head (deepseek layout)": MTP().write,
     "Medusa head (vllm layout)": write_medusa,
     "DFlash head (vllm layout)": BlockHead().write,
+    "DFlash head (transformers layout)": functools.partial(
+        BlockHead(windows=(True, False)).write, dialect="transformers"
+    ),
     "JetSpec head (vllm layout)": BlockHead(causal=True).write,
     "DSpark head (vllm layout)": BlockHead(from_anchor=True, rank=4, confidence="markov").write,
+    "DFlash2 head (vllm layout)": ConvolvedHead().write,
     "draft model": write_draft_model,
 }
 

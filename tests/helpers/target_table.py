@@ -20,6 +20,7 @@ ALL_TARGETS: dict[str, Callable[[], LoadedTarget]] = {
         name: functools.partial(random_targets.of_family, recipe)
         for name, recipe in families.RECIPES.items()
     },
+    "muse_glimmer": functools.partial(random_targets.of_family, families.MUSE_GLIMMER),
     "llama, bfloat16": lambda: tiny.target(13, precision=BFLOAT16, layers=tiny.layers(1)),
     "a window, and no rotation": lambda: tiny.target(
         13, layers=tiny.layers(1, window=3) + tiny.layers(1, rope=None, qk_norm=True)

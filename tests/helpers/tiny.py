@@ -22,6 +22,8 @@ from eagle3_jax.cache import Cache, KeyValues
 from eagle3_jax.checks import per_row
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
 from eagle3_jax.drafters import (
+    DFlash2Config,
+    DFlash2Drafter,
     DFlashConfig,
     DFlashDrafter,
     Eagle1Config,
@@ -198,6 +200,31 @@ def dflash(
     **options: Any,
 ) -> LoadedDrafter:
     """Returns a random block drafter of one layer, whose blocks draft four tokens."""
+    return _block_drafter(target, DFlashDrafter, DFlashConfig, topology, draft_vocab_size, options)
+
+
+def dflash2(
+    target: LoadedTarget, topology: Topology | None = None, **options: Any
+) -> LoadedDrafter:
+    """Returns a random DFlash2 drafter of one layer, whose rows keep five candidates."""
+    sizes = {"conv_group_size": 4, "selector_rank": 4, "selector_top_k": 5}
+    loaded = _block_drafter(
+        target, DFlash2Drafter, DFlash2Config, topology, None, {**sizes, **options}
+    )
+    for table in ("before", "after"):
+        # They are initialised with 0.02, too faint to matter without training.
+        loaded.params["head"]["selector"][table] *= 100.0
+    return loaded
+
+
+def _block_drafter(
+    target: LoadedTarget,
+    drafter: Any,
+    config: Any,
+    topology: Topology | None,
+    draft_vocab_size: int | None,
+    options: dict[str, Any],
+) -> LoadedDrafter:
     size = draft_vocab_size or target.vocab_size
     fields = {
         "layers": layers(1, qk_norm=True),
@@ -209,7 +236,7 @@ def dflash(
         "block_size": 5,
     }
 
-    loaded = _random_drafter(target, DFlashDrafter, DFlashConfig, topology, **{**fields, **options})
+    loaded = _random_drafter(target, drafter, config, topology, **{**fields, **options})
     if loaded.drafter.config.markov is not None:
         # It is initialised with 0.01, too faint to matter without training.
         loaded.params["head"]["markov"]["before"] *= 200.0

@@ -39,7 +39,7 @@ FLOORS = (
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 MAY_IMPORT_CONVERSION = {"cli", "load", "oracle"}
 # Modules of drafters that other drafters may import.
-SHARED = {"base", "eagle3", "grow", "parallel", "static_tree", "text"}
+SHARED = {"base", "dflash", "eagle3", "grow", "parallel", "static_tree", "text"}
 
 
 def name_of(path: Path) -> str:

@@ -14,9 +14,11 @@ import pytest
 
 pytest.importorskip("torch")
 import tiny
-from checkpoints import edit_config, refused, write_llama
+from checkpoints import edit_config, refused, same_target, write_llama
 from families import (
+    BASE,
     LLAMAS,
+    MUSE_GLIMMER,
     NEW_TOKENS,
     PROMPTS,
     RECIPES,
@@ -175,7 +177,7 @@ def test_what_came_in_without_its_index_goes_out_as_a_native_checkpoint_alone(
     assert not (tmp_path / "back").exists()
 
 
-@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize("name", WRAPPED.keys() - {"muse_glimmer"})
 def test_a_language_model_out_of_a_model_of_images_goes_out_alone(
     folder: Any, tmp_path: Path, name: str
 ) -> None:
@@ -196,9 +198,54 @@ def test_a_language_model_out_of_a_model_of_images_goes_out_alone(
     np.testing.assert_allclose(logits.numpy(), truth(name).logits, atol=1e-5)
 
 
+def test_muse_glimmer_goes_out_for_vllm_with_its_prefix_and_its_tokens_of_media(
+    folder: Any, tmp_path: Path
+) -> None:
+    source = conversion.read_target(folder("muse_glimmer"))
+    assert source.config.media_tokens == (14, 95)
+    conversion.convert(folder("muse_glimmer"), tmp_path / "native", "jax")
+    conversion.convert(tmp_path / "native", tmp_path / "back", "vllm")
+    assert same_target(conversion.read_target(tmp_path / "back"), source)
+    ours, theirs = (
+        load_file(path / "model.safetensors")
+        for path in (tmp_path / "back", folder("muse_glimmer"))
+    )
+    # Under model. alone vLLM expects an older layout, with other norms.
+    assert ours.keys() == {name for name in theirs if "vision" not in name}
+    assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
+
+
+MUSE_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
+    "bases": ({"layer_rope_theta": [5.0, 1e4, 0, 0]}, "expected 0 or the rope_theta 10000 for"),
+    "too few bases": ({"layer_rope_theta": [0, 0]}, "layer_rope_theta names 2 layers but num_hid"),
+    "biases": ({"attention_bias": True}, "attention_bias is True; only False"),
+    "no scale": ({"qk_scale_factor": None}, "has no qk_scale_factor"),
+    "no gates": ({"use_attn_output_gate": False}, "use_attn_output_gate is False; only True"),
+}
+
+
+@pytest.mark.parametrize("name", MUSE_REFUSALS)
+def test_what_muse_glimmer_cannot_mean_is_refused(name: str) -> None:
+    changes, message = MUSE_REFUSALS[name]
+    values = BASE | {"vocab_size": 9} | MUSE_GLIMMER.fields | changes
+    fields = Fields({key: value for key, value in values.items() if value is not None}, "file")
+    with pytest.raises(CheckpointError, match=message):
+        FAMILIES["muse_glimmer_text"].read_config(fields)
+
+
+def test_muse_glimmer_without_lists_has_a_full_layer_in_four() -> None:
+    values = BASE | MUSE_GLIMMER.fields | {"num_hidden_layers": 6}
+    del values["layer_types"], values["layer_rope_theta"]
+    config = FAMILIES["muse_glimmer_text"].read_config(Fields(values, "file"))
+    mixers = [grouped(layer) for layer in config.layers]
+    assert [mixer.window for mixer in mixers] == [5, None, 5, 5, 5, None]
+    assert [mixer.rope is None for mixer in mixers] == [False, True, False, False, False, True]
+
+
 def test_every_family_has_a_recipe_and_windows_that_a_text_leaves() -> None:
-    # Kimi K2 is DeepSeek V3 under another name, MiMo is Qwen2; transformers knows neither.
-    unknown = {"kimi_k2", "mimo"}
+    # Kimi K2 is DeepSeek V3 under another name, MiMo is Qwen2; transformers knows neither. Muse
+    # Glimmer is known as a whole.
+    unknown = {"kimi_k2", "mimo", MUSE_GLIMMER.model_type}
     assert {recipe.model_type for recipe in RECIPES.values()} == FAMILIES.keys() - unknown
     windows = [
         recipe.fields["sliding_window"]

@@ -11,6 +11,7 @@ import pytest
 import tiny
 from block_heads import BlockHead, biased, chosen_ids, run_block
 from checkpoints import loaded_head, target_tables
+from convolved_heads import ConvolvedHead
 from scipy.special import softmax
 
 from eagle3_jax.drafters import Markov
@@ -131,8 +132,13 @@ def by_hand(head: BlockHead, objective: BlockObjective) -> float:
             BlockHead(block=4, layers=2, causal=True),
             BlockObjective(divergence=1.0, temperature=1.5, decays=False),
         ),
+        (
+            BlockHead(block=5, layers=3, windows=(True, False, True), is_causal=False),
+            BlockObjective(text=1.0),
+        ),
+        (BlockHead(block=4, windows=(True, False)), BlockObjective(text=1.0)),
     ],
-    ids=["DFlash", "DSpark", "DSpark, recurrent", "JetSpec"],
+    ids=["DFlash", "DSpark", "DSpark, recurrent", "JetSpec", "windows", "causal windows"],
 )
 def test_all_blocks_in_one_pass_are_the_blocks_one_by_one(
     head: BlockHead, objective: BlockObjective
@@ -148,6 +154,50 @@ def test_all_blocks_in_one_pass_are_the_blocks_one_by_one(
     loss, metrics = run(params["head"])
     assert float(loss) == pytest.approx(by_hand(head, objective), rel=2e-5)
     assert 1 <= float(metrics["simulated_tau"]) <= 1 + head.predicted
+
+
+@pytest.mark.torch
+def test_the_selector_learns_the_words_that_are_candidates() -> None:
+    """Compared with the PyTorch twin, one anchor and one prediction at a time."""
+    import torch
+    from dflash2_torch import Twin
+
+    head = ConvolvedHead(layers=2, block=4, sliding=(True, False), window=3)
+    drafter, params = loaded_head(head.write)
+    tensors = {name: torch.tensor(value) for name, value in head.tensors().items()}
+    twin = Twin(head.config(), tensors, (torch.tensor(EMBEDDING), torch.tensor(OUTPUT)))
+
+    sums: dict[str, list[float]] = {"text": [], "selector": []}
+    for row in range(2):
+        for a in range(1, SIZE):
+            if not (REAL[row, a] and LEARN[row, a - 1]):
+                continue
+            features = torch.tensor(FEATURES[row, :a]).flatten(1)
+            hidden, logits = twin.block(features, torch.tensor(TOKENS[row, a]), 3)
+            for k, before in enumerate(range(a, min(a + 3, SIZE - 1))):
+                if not (REAL[row, before] and LEARN[row, before - 1] and REAL[row, before + 1]):
+                    continue
+                word = TOKENS[row, before + 1]
+                scores = twin.scores(hidden[k], logits[k], torch.tensor(TOKENS[row, before]))
+                weight = np.exp(-k / 4)
+                sums["text"].append(weight * -float(logits[k].log_softmax(-1)[word]))
+                if torch.isfinite(scores[word]):
+                    sums["selector"].append(weight * -float(scores.log_softmax(-1)[word]))
+
+    assert 0 < len(sums["selector"]) < len(sums["text"])
+    frozen: Any = {
+        "target_params": {"logits": jnp.asarray(LOGITS), "features": jnp.asarray(FEATURES)},
+        "embedding": jnp.asarray(EMBEDDING),
+        "draft_to_target": None,
+    }
+    for name, values in sums.items():
+        objective = BlockObjective(**{name: 1.0})
+        loss = lambda tree, objective=objective: block_loss(
+            drafter, TARGET, tree, frozen, BATCH, objective
+        )[0]
+        value, grads = jax.jit(jax.value_and_grad(loss))(params["head"])
+        assert float(value) == pytest.approx(np.mean(values), rel=2e-5), name
+        assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(grads))
 
 
 def test_anchors_are_sampled_where_the_next_token_is_worth_learning() -> None:

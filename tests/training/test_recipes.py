@@ -29,7 +29,9 @@ CONFIG = DecoderConfig(
 )
 NO_CHOICE = {(method, "width") for method in RECIPES if method != "draft-model"}
 NO_CHOICE |= {("eagle3", "num_layers"), ("mtp", "num_layers"), ("medusa", "mlp_width")}
-NO_CHOICE |= {(method, "draft_vocab_size") for method in ("eagle1", "mtp", "draft-model")}
+NO_CHOICE |= {
+    (method, "draft_vocab_size") for method in ("eagle1", "mtp", "dflash2", "draft-model")
+}
 
 
 @pytest.mark.parametrize("option", ["num_layers", "width", "mlp_width", "draft_vocab_size"])
@@ -89,6 +91,7 @@ TARGET = tiny.target(13, layers=tiny.layers(8, head_dim=4), max_positions=64)
 # The layers of each head; the other recipes have the objective of one of these.
 TAUGHT = {
     "dflash": 1,
+    "dflash2": 1,
     "dspark": 1,
     "draft-model": 2,
     "eagle1": 1,
