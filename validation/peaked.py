@@ -108,7 +108,6 @@ def write_peaked(recipe: Recipe, directory: Path, *, loudness: float) -> Path:
     output = model.get_output_embeddings().weight
     words, width = embedding.shape
 
-    tied = getattr(model.config, "tie_word_embeddings", False)
     generator = torch.Generator().manual_seed(recipe.seed)
     cycle = torch.randperm(words, generator=generator)
     directions = torch.randn((words, width), generator=generator)

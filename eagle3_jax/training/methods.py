@@ -73,8 +73,9 @@ def initial_head(
     params = drafter.init_params(key)
     if "norm" in params:
         scale = jnp.asarray(target.params["norm"]["scale"], jnp.float32)
-        is_zero_centred = target.model.config.norm_kind == "zero-centred"  # type: ignore[attr-defined]
-        params["norm"]["scale"] = 1.0 + scale if is_zero_centred else scale
+        config: DecoderConfig = target.model.config  # type: ignore[attr-defined]
+        kind = config.final_norm_kind or config.norm_kind
+        params["norm"]["scale"] = 1.0 + scale if kind == "zero-centred" else scale
     if "head" in params:
         params["head"]["kernel"] = _unembedding(target, draft_to_target)
     return params

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from typing import Any
 
@@ -85,6 +86,10 @@ def test_norms_of_weights_around_zero_start_around_one() -> None:
     drafter = RECIPES["eagle3"].drafter(official_head(target.model.config, 13))
     start = initial_head(drafter, target, None, jax.random.key(0))
     np.testing.assert_array_equal(start["norm"]["scale"], 1 + target.params["norm"]["scale"])
+    config = dataclasses.replace(target.model.config, final_norm_kind="float32")
+    target = dataclasses.replace(target, model=dataclasses.replace(target.model, config=config))
+    start = initial_head(drafter, target, None, jax.random.key(0))
+    np.testing.assert_array_equal(start["norm"]["scale"], target.params["norm"]["scale"])
 
 
 TARGET = tiny.target(13, layers=tiny.layers(8, head_dim=4), max_positions=64)
