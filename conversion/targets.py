@@ -67,10 +67,10 @@ def read_target(stored: Stored, extra_family: Family | None = None) -> TargetChe
 
     config = family.read_config(fields)
     head = tensors.get("lm_head.weight")
-    known = ()
+    known = family.unused(config)
     if config.tie_embeddings and head is not None:
         # Some writers store the tied projection as well. It may only repeat the embedding.
-        known = (r"lm_head\.weight",)
+        known = (*known, r"lm_head\.weight")
         if not np.array_equal(head, tensors.get("model.embed_tokens.weight", head)):
             raise CheckpointError(
                 f"{directory}: tie_word_embeddings is true but lm_head.weight differs from"

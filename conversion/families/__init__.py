@@ -9,6 +9,7 @@ from eagle3_jax.conversion.families import (
     cohere,
     deepseek,
     gemma,
+    gemma4,
     glm4_moe,
     gpt_oss,
     granite,
@@ -36,6 +37,7 @@ FAMILIES: dict[str, Family] = {
         *deepseek.FAMILIES,
         *qwen3_next.FAMILIES,
         *gemma.FAMILIES,
+        gemma4.FAMILY,
         olmo2.FAMILY,
         granite.FAMILY,
         phi3.FAMILY,
@@ -52,6 +54,7 @@ WRAPPERS: dict[str, Wrapper] = {
         deepseek.WRAPPER,
         qwen.WRAPPER,
         gemma.WRAPPER,
+        gemma4.WRAPPER,
     )
 }
 
