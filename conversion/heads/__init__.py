@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from eagle3_jax.conversion.errors import CheckpointError
 from eagle3_jax.conversion.files import new_directory, write_json
-from eagle3_jax.conversion.heads import dflash, eagle1, eagle3, medusa, mtp, p_eagle
+from eagle3_jax.conversion.heads import dflash, eagle1, eagle3, gemma4, medusa, mtp, p_eagle
 from eagle3_jax.conversion.heads.head import HeadCheckpoint, HeadKind, Layout
 from eagle3_jax.conversion.sidecars import copy_tokenizer
 from eagle3_jax.conversion.tensors import Signs, write_tensors
@@ -23,7 +23,15 @@ from eagle3_jax.types import EmbeddingTables
 
 HEADS: dict[str, HeadKind] = {
     kind.name: kind
-    for kind in (medusa.KIND, mtp.KIND, dflash.KIND, p_eagle.KIND, eagle1.KIND, eagle3.KIND)
+    for kind in (
+        gemma4.KIND,
+        medusa.KIND,
+        mtp.KIND,
+        dflash.KIND,
+        p_eagle.KIND,
+        eagle1.KIND,
+        eagle3.KIND,
+    )
 }
 LAYOUTS: tuple[str, ...] = tuple(
     dict.fromkeys(layout for kind in HEADS.values() for layout in kind.layouts)
@@ -58,6 +66,8 @@ def write_head(checkpoint: HeadCheckpoint, directory: str | Path, dialect: str) 
     with new_directory(directory) as temporary:
         write_tensors(temporary / layout.file, layout.tensors)
         write_json(temporary / "config.json", layout.values)
+        if layout.generation:
+            write_json(temporary / "generation_config.json", layout.generation)
         copy_tokenizer(checkpoint.source, temporary)
 
 
