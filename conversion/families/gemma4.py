@@ -19,7 +19,6 @@ from eagle3_jax.conversion.families.family import Family, Wrapper
 from eagle3_jax.conversion.fields import Fields, read_from
 from eagle3_jax.models.config import (
     DecoderConfig,
-    GatedMLP,
     GroupedQuery,
     LayerConfig,
     RopeConfig,
@@ -241,9 +240,7 @@ def unused(config: DecoderConfig) -> tuple[str, ...]:
     return tuple(rf"model\.layers\.{index}\.self_attn\.{parts}" for index in layers)
 
 
-FAMILY = Family(
-    "gemma4_text", "Gemma 4", "Gemma4ForCausalLM", read, write_fields, unused=unused
-)
+FAMILY = Family("gemma4_text", "Gemma 4", "Gemma4ForCausalLM", read, write_fields, unused=unused)
 WRAPPER = Wrapper(
     model_type="gemma4",
     label="Gemma 4 with images and audio",

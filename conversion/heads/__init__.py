@@ -66,7 +66,7 @@ def write_head(checkpoint: HeadCheckpoint, directory: str | Path, dialect: str) 
     with new_directory(directory) as temporary:
         write_tensors(temporary / layout.file, layout.tensors)
         write_json(temporary / "config.json", layout.values)
-        if layout.generation:
+        if layout.generation is not None:
             write_json(temporary / "generation_config.json", layout.generation)
         copy_tokenizer(checkpoint.source, temporary)
 

@@ -159,7 +159,9 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
         ordering = np.asarray(ordering, np.int32)
 
     head = tensors.pop("lm_head.weight", None)
-    if head is not None and not np.array_equal(head, tensors.get("model.embed_tokens.weight", head)):
+    if head is not None and not np.array_equal(
+        head, tensors.get("model.embed_tokens.weight", head)
+    ):
         raise CheckpointError(
             f"{where}: lm_head.weight differs from model.embed_tokens.weight, which an assistant"
             " has as its output; remove one"
@@ -320,8 +322,10 @@ def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
         window = grouped(layer).window
         span = "all tokens" if window is None else f"{window + 1} tokens"
         read_from_layers.append(f"{source} ({span})")
-    theirs = {grouped(layer).window for layer in target.config.layers} - {None}
-    ours = {grouped(layer).window for layer in config.layers} - {None}
+    theirs, ours = (
+        {getattr(layer.mixer, "window", None) or 0 for layer in layers} - {0}
+        for layers in (target.config.layers, config.layers)
+    )
     warning = ""
     if theirs != ours:
         warning = f"; its window is {sorted(ours)} and the target's {sorted(theirs)}"

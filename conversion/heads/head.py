@@ -68,8 +68,8 @@ class Layout(NamedTuple):
     values: dict[str, Any]  #: Its ``config.json``.
     tensors: dict[str, np.ndarray]  #: Its tensors.
     file: str = "model.safetensors"  #: The name of the file of its tensors.
-    #: Its ``generation_config.json``; empty for a layout without that file.
-    generation: dict[str, Any] = {}
+    #: Its ``generation_config.json``; ``None`` for a layout without that file.
+    generation: dict[str, Any] | None = None
 
 
 class Suspects(NamedTuple):

@@ -263,7 +263,8 @@ class Gemma4AssistantDrafter(LastStateDrafter):
     ) -> Gemma4AssistantState:
         """Stores the newest token and the state before it."""
         is_longer = jnp.where(seen.length > 0, seen.length > 1, state.is_longer)
-        return super().observe(params, state, seen).replace(is_longer=is_longer)
+        latest = super().observe(params, state, seen)
+        return Gemma4AssistantState(hidden=latest.hidden, root=latest.root, is_longer=is_longer)
 
     def propose(
         self,

@@ -22,7 +22,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Key
 
 from eagle3_jax.devices.sharding import VOCAB, Axis
 from eagle3_jax.drafters.base import LastState, LastStateDrafter

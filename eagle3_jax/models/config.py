@@ -549,7 +549,6 @@ class DecoderConfig:
         return self.layers[0].input_width
 
 
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle3Config:
     """An EAGLE-3 head with the variations that published heads have.

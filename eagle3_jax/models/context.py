@@ -176,7 +176,7 @@ class CacheContext(NamedTuple):
     verified with the sums of plain decoding.
     """
 
-    layer: KeyValues | LatentKeys | NoKeys  #: The layer's cache.
+    layer: KeyValues | LatentKeys  #: The layer's cache.
     length: Int[Array, " B"]  #: ``[B]``, the slot that the block begins at.
     visible: Bool[Array, "B T S"]  #: ``[B T S]``, from :func:`cache_mask`.
     #: For arrays that :mod:`eagle3_jax.models.flash` supports; ``None`` to leave attention to XLA.

@@ -114,9 +114,7 @@ class Block(nnx.Module):
             self.input_gate = Linear(width, config.input_width, **options)
             self.input_projection = Linear(config.input_width, width, **options)
             self.input_norm = RMSNorm(width, norm_eps, norm_kind)
-        self.output_scale = (
-            nnx.Param(jnp.ones((1,), jnp.float32)) if config.output_scale else None
-        )
+        self.output_scale = nnx.Param(jnp.ones((1,), jnp.float32)) if config.output_scale else None
 
         self.parallel = config.norms == "parallel"
         self.residual_scale = config.residual_scale

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +73,7 @@ class Attention(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "B T D_in"], positions: Int[Array, "B T"], context: AttentionContext
-    ) -> tuple[Float[Array, "B T D"], KeyValue | None]:
+    ) -> tuple[Float[Array, "B T D"], Any]:
         """Returns the output ``[B T D]``, and the keys and values for the layer's cache, if any."""
         config = self.config
         queries, kv, gate = self.project(x, positions)
