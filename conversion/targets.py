@@ -132,6 +132,7 @@ def write_target(checkpoint: TargetCheckpoint, directory: str | Path) -> None:
         "eos_token_id": stop,
         "use_cache": True,
     }
+    values = {name: value for name, value in values.items() if name not in family.absent}
     _check_expressed(config, family, values)
 
     tensors = rules.write_params(

@@ -43,6 +43,8 @@ class Family(NamedTuple):
     #: Patterns of tensors that do not belong to the target. They are left out, and are not written
     #: again.
     excluded: tuple[str, ...] = ()
+    #: Fields that files of other families have, and that change the meaning of one of its own.
+    absent: tuple[str, ...] = ()
     #: Returns patterns of tensors that a target of this description may have and does not use.
     unused: Callable[[DecoderConfig], tuple[str, ...]] = lambda config: ()
     #: Whether a module for multi-token prediction may be stored as one more layer. It is left out,

@@ -221,8 +221,6 @@ def write_fields(config: DecoderConfig) -> dict[str, Any]:
         **mixer_fields(tuple(own)),
         "layer_types": mixer_fields(config.layers)["layer_types"],
         "hidden_act": GELU,
-        "rope_theta": None,
-        "rope_scaling": None,
         "num_kv_shared_layers": len(shared),
         "use_double_wide_mlp": bool(shared) and gated(shared[0]).width != width,
         "intermediate_size": width,
@@ -240,7 +238,15 @@ def unused(config: DecoderConfig) -> tuple[str, ...]:
     return tuple(rf"model\.layers\.{index}\.self_attn\.{parts}" for index in layers)
 
 
-FAMILY = Family("gemma4_text", "Gemma 4", "Gemma4ForCausalLM", read, write_fields, unused=unused)
+FAMILY = Family(
+    "gemma4_text",
+    "Gemma 4",
+    "Gemma4ForCausalLM",
+    read,
+    write_fields,
+    absent=("rope_theta", "rope_scaling"),
+    unused=unused,
+)
 WRAPPER = Wrapper(
     model_type="gemma4",
     label="Gemma 4 with images and audio",

@@ -105,8 +105,8 @@ class Attention(nnx.Module):
         return Projections(queries, kv, gate)
 
     def _located(
-        self, positions: Int[Array, "B T"], *heads: Float[Array, "B T heads H"]
-    ) -> list[Float[Array, "B T heads H"]]:
+        self, positions: Int[Array, "B T"], *heads: Float[Array, "B T _ H"]
+    ) -> list[Float[Array, "B T _ H"]]:
         """Returns queries, and keys if they are there, normalised and rotated by position."""
         config = self.config
         vectors = list(heads)

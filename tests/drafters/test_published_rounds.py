@@ -38,6 +38,8 @@ TABLE = {
     "DFlash, z-lab's layout": Recording(
         "dflash_qwen3_full", 4, drafter="drafter_zlab", target="dflash_qwen3"
     ),
+    "Gemma 4's assistant, keys = values": Recording("gemma4_dense", 4),
+    "Gemma 4's assistant, shared keys, clusters": Recording("gemma4_e", 3),
 }
 
 
