@@ -202,18 +202,18 @@ class Gemma4AssistantNetwork(nnx.Module):
         count = self.config.num_centroids
         clusters = ordering.reshape(count, -1)
         _, best = lax.top_k(self.centroids(normed), self.config.num_clusters)
-        rows = embed(table, clusters[best].reshape(*normed.shape[:-1], -1), self.precision)
+        batch, size, width = normed.shape
+        rows = embed(table, clusters[best].reshape(batch, -1), self.precision)
         operands = self.precision.operands
         chosen = jnp.einsum(
             "btd,btnd->btn",
             normed.astype(operands),
-            rows.astype(operands),
+            rows.reshape(batch, size, -1, width).astype(operands),
             preferred_element_type=self.precision.activations,
             precision=matmul_precision(operands),
         ).astype(jnp.float32)
 
         # The logits of a cluster are next to each other, in the order of its tokens.
-        batch, size = normed.shape[:2]
         least = jnp.min(chosen, axis=-1)[..., None, None] - 1.0
         others = jnp.broadcast_to(least, (batch, size, *clusters.shape))
         put = others.at[indices(batch)[:, None, None], indices(size)[None, :, None], best]
@@ -325,7 +325,8 @@ class Gemma4AssistantDrafter(LastStateDrafter):
             slots = indices(held.capacity)[None, :]
             visible = slots <= newest
             if mixer.window is not None:
-                visible &= slots > newest - mixer.window - is_longer[:, None]
+                more = is_longer[:, None].astype(jnp.int32)
+                visible &= slots > newest - mixer.window - more
             context = BlockContext(mask=visible[:, None, :])
             contexts.append(SharedContext(context, KeyValue(held.keys, held.values)))
         return contexts
