@@ -160,7 +160,7 @@ class WithCache:
         """Runs the target on the tokens as well."""
         before, cache = state
         size = seen.tokens.shape[1]
-        positions = cache.length[:, None] + jnp.arange(size, dtype=jnp.int32)
+        positions = cache.length[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
         output = self.model(params[1], seen.tokens, positions, causal_mask(size), cache)
         after = self.drafter.observe(params[0], before, seen)
         return after, cache.commit(output.written, seen.length)

@@ -145,7 +145,7 @@ def test_the_sampled_law_is_the_targets_and_that_of_transformers_is_not() -> Non
 
 
 def test_the_likeliest_token_as_a_sampled_one_changes_the_law_of_recorded_models() -> None:
-    """A token of probability 0.015 comes out with 0.067 (5.24, first drafted position)."""
+    """A token of probability 0.015 comes out with 0.072; 4000 draws of transformers gave 0.067."""
     name = "gemma4_dense"
     rows = json.loads((PUBLISHED / name / "rounds.json").read_text())["prompts"]
     recorded = np.load(PUBLISHED / name / "drafter_logits.npz")
@@ -161,14 +161,14 @@ def test_the_likeliest_token_as_a_sampled_one_changes_the_law_of_recorded_models
         left = np.maximum(p - q, 0)
         law = (1 - accepted) * left / left.sum()
         law[token] += accepted
-        laws.append((law[token] / p[token], p[token], law[token]))
+        laws.append((np.abs(law - p).sum() / 2, p[token], law[token]))
         # Sampled from q instead: every token is proposed with its probability, and p comes out.
         accept = np.minimum(1, p / q)
         ours = q * accept + (1 - q @ accept) * left / left.sum()
         np.testing.assert_allclose(ours, p, atol=1e-12)
     _, probability, frequency = max(laws)
-    assert probability == pytest.approx(0.015, abs=5e-4)
-    assert frequency == pytest.approx(0.067, abs=5e-4)
+    assert probability == pytest.approx(0.0154, abs=5e-4)
+    assert frequency == pytest.approx(0.0723, abs=5e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -111,6 +111,7 @@ def test_every_round_drafts_and_accepts_as_transformers(name: str) -> None:
             assert drafted.candidates[: len(candidates)] == candidates, f"at {length} tokens"
             # At the end upstream does not count matches that are not needed.
             if length + len(candidates) < end:
-                assert drafted.matches == matches, f"at {length} tokens"
+                num_compared = min(drafted.matches, len(candidates))
+                assert num_compared == matches, f"at {length} tokens"
             num_equal += 1
     assert num_equal == sum(len(row["rounds"]) for row in theirs) > 100
