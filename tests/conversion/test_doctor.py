@@ -162,6 +162,7 @@ METHOD_CHECKS = {
     ),
     "JetSpec head (vllm layout)": ("block", "any K up to 4"),
     "DSpark head (vllm layout)": ("confidence", "a head of its own"),
+    "Gemma 4 assistant head (huggingface layout)": ("keys", "of target layers 7 (all tokens)"),
     "draft model": ("size", "2 layers of width 32, target 8"),
 }
 
