@@ -283,10 +283,10 @@ class Drafter(Protocol[State]):
     ``params``. Four members are optional. ``is_chain: bool`` declares that every draft is a chain;
     without it the loop verifies trees. ``num_likeliest: int`` asks for the target's most likely
     tokens at every verified node, rejected ones included. ``reads_cache: bool`` asks for the
-    target's cache of the committed tokens, as the argument ``cache`` of ``propose``. ``with_topology(topology,
-    draft_sampling)`` returns the same drafter with another draft, or raises ``ValueError``
-    (:class:`eagle3_jax.checks.Drafting`). ``docs/drafters.md`` tells authors more;
-    ``check_drafter`` tests a drafter.
+    target's cache of the committed tokens, as the argument ``cache`` of ``propose``.
+    ``with_topology(topology, draft_sampling)`` returns the same drafter with another draft, or
+    raises ``ValueError`` (:class:`eagle3_jax.checks.Drafting`). ``docs/drafters.md`` tells authors
+    more; ``check_drafter`` tests a drafter.
     """
 
     @property

@@ -12,7 +12,6 @@ from eagle3_jax.conversion.heads import HEADS, LAYOUTS
 from eagle3_jax.files.sources import NAMED
 from eagle3_jax.training.methods import RECIPES
 
-
 # Published, and not trained here.
 UNTRAINED = ("gemma4-assistant",)
 
