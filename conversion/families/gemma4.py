@@ -135,7 +135,7 @@ def read(fields: Fields) -> DecoderConfig:
     if fields.flag("enable_moe_block"):
         raise fields.wrong(
             "enable_moe_block",
-            "a mixture of experts beside a dense MLP, as in 26B-A4B, is not computed here; give a"
+            "a mixture of experts next to a dense MLP, as in 26B-A4B, is not computed here; give a"
             " dense or an E model",
         )
     fields.only(hidden_activation=GELU)

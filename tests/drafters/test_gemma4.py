@@ -1,4 +1,4 @@
-"""Gemma 4's assistant: what it sees, its law when it samples, its files, and pairs that do not fit."""
+"""Gemma 4's assistant: sampled output, files, and pairs that do not fit."""
 
 from __future__ import annotations
 
@@ -59,8 +59,10 @@ def fractions(weights: np.ndarray) -> list[Fraction]:
 
 
 @functools.cache
-def laws() -> tuple[Callable[[Prefix], list[Fraction]], dict[Prefix, dict[Prefix, list[Fraction]]]]:
-    """Returns the target's law, and for every prefix the assistant's after each drafted text."""
+def distributions() -> tuple[
+    Callable[[Prefix], list[Fraction]], dict[Prefix, dict[Prefix, list[Fraction]]]
+]:
+    """Returns the target's distributions, and for every prefix the assistant's after drafted tokens."""
     target = tiny.target(3)
     # Clusters of one token, of which two are computed.
     loaded = tiny.gemma4(
@@ -100,7 +102,7 @@ def laws() -> tuple[Callable[[Prefix], list[Fraction]], dict[Prefix, dict[Prefix
         seen = tiny.seen_of(known, output.features, length, roots)
         state = part.observe(params, part.init(params, len(rows), 16), seen)
         keys = row_keys(0, len(rows))
-        # At a high temperature, so that every token is drafted; any honest law is exact.
+        # At a high temperature, so that every token is drafted; any honest distribution is exact.
         high = tiny.per_row(e3.SamplingParams(temperature=4.0), len(rows))
         return part.propose(params, state, keys, high)
 
@@ -116,7 +118,7 @@ def laws() -> tuple[Callable[[Prefix], list[Fraction]], dict[Prefix, dict[Prefix
 
 def sampled(prefix: Prefix) -> Iterator[tuple[Fraction, Tree]]:
     """Tokens sampled from what is declared."""
-    q = laws()[1][prefix]
+    q = distributions()[1][prefix]
     for first, second in itertools.product(range(3), repeat=2):
         declared = [[Fraction(0)] * 3, q[()], q[first,]]
         yield (
@@ -126,8 +128,8 @@ def sampled(prefix: Prefix) -> Iterator[tuple[Fraction, Tree]]:
 
 
 def likeliest(prefix: Prefix) -> Iterator[tuple[Fraction, Tree]]:
-    """The likeliest tokens, with the law of sampled ones: transformers' issue 47932."""
-    q = laws()[1][prefix]
+    """The likeliest tokens, declared as if they were sampled: transformers' issue 47932."""
+    q = distributions()[1][prefix]
     first = int(np.argmax(q[()]))
     declared = [[Fraction(0)] * 3, q[()], q[first,]]
     second = int(np.argmax(declared[2]))
@@ -135,24 +137,24 @@ def likeliest(prefix: Prefix) -> Iterator[tuple[Fraction, Tree]]:
 
 
 def distance(drafts: Drafts) -> float:
-    """Returns the distance of the output from the target's law, by enumeration of every decision."""
-    p = laws()[0]
+    """Returns the distance of the output from the target's, by enumeration of every decision."""
+    p = distributions()[0]
     emitted = oracle.distribution_of_rounds(distribution_of_the_code(p, drafts, HORIZON), HORIZON)
     return float(oracle.total_variation(emitted, oracle.autoregressive_distribution(p, HORIZON)))
 
 
-def test_the_sampled_law_is_the_targets_and_that_of_transformers_is_not() -> None:
+def test_sampled_output_has_the_targets_distribution_and_that_of_transformers_has_not() -> None:
     assert distance(sampled) < 1e-6
     assert distance(likeliest) > 0.02
 
 
-def test_the_likeliest_token_as_a_sampled_one_changes_the_law_of_recorded_models() -> None:
+def test_the_likeliest_token_declared_as_sampled_changes_what_recorded_models_write() -> None:
     """A token of probability 0.015 comes out with 0.072; 4000 draws of transformers gave 0.067."""
     name = "gemma4_dense"
     rows = json.loads((PUBLISHED / name / "rounds.json").read_text())["prompts"]
     recorded = np.load(PUBLISHED / name / "drafter_logits.npz")
     target = target_of(name)
-    laws = []
+    outcomes = []
     for index, row in enumerate(rows):
         text = jnp.asarray([[*row["prompt"], row["greedy"][0]]], jnp.int32)
         logits, _ = tiny.forward(target.model, target.params, text)
@@ -161,14 +163,14 @@ def test_the_likeliest_token_as_a_sampled_one_changes_the_law_of_recorded_models
         token = int(q.argmax())
         accepted = min(1.0, p[token] / q[token])
         left = np.maximum(p - q, 0)
-        law = (1 - accepted) * left / left.sum()
-        law[token] += accepted
-        laws.append((np.abs(law - p).sum() / 2, p[token], law[token]))
+        emitted = (1 - accepted) * left / left.sum()
+        emitted[token] += accepted
+        outcomes.append((np.abs(emitted - p).sum() / 2, p[token], emitted[token]))
         # Sampled from q instead: every token is proposed with its probability, and p comes out.
         accept = np.minimum(1, p / q)
         ours = q * accept + (1 - q @ accept) * left / left.sum()
         np.testing.assert_allclose(ours, p, atol=1e-12)
-    _, probability, frequency = max(laws)
+    _, probability, frequency = max(outcomes)
     assert probability == pytest.approx(0.0154, abs=5e-4)
     assert frequency == pytest.approx(0.0723, abs=5e-4)
 
@@ -195,7 +197,7 @@ def test_logits_are_those_of_transformers(name: str) -> None:
     seen = tiny.seen_of([prompt], output.features, [size], rows[index]["greedy"][:1])
     state = part.observe(params, part.init(params, 1, size + 8), seen)
     draft = part.propose(params, state, row_keys(0, 1), tiny.per_row(SAMPLING, 1))
-    # What is declared for the first token does not depend on what is drawn.
+    # What is declared for the first token does not depend on the sample.
     expected = special.softmax(recorded[f"{index}_0"][0].astype(np.float64))
     np.testing.assert_allclose(np.asarray(draft.probs)[0, 1], expected, atol=1e-5)
 
