@@ -178,7 +178,8 @@ def test_the_likeliest_token_declared_as_sampled_changes_what_recorded_models_wr
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_transformers(name: str) -> None:
     """After a prompt longer than the window, where a step sees one key more than the target."""
-    target, loaded = target_of(name), drafter_of(name)
+    target = target_of(name)
+    loaded = drafter_of(name)
     rows = json.loads((PUBLISHED / name / "rounds.json").read_text())["prompts"]
     recorded = np.load(PUBLISHED / name / "drafter_logits.npz")
     part = WithCache(loaded.drafter.with_topology(None, "probabilistic"), target.model)
@@ -202,9 +203,9 @@ def test_logits_are_those_of_transformers(name: str) -> None:
     np.testing.assert_allclose(np.asarray(draft.probs)[0, 1], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_trees_sampled_chains_and_lookups_before_it_keep_the_greedy_text(name: str) -> None:
-    target, loaded = target_of(name), drafter_of(name)
+def test_trees_lookups_before_it_and_schedules_keep_the_greedy_text() -> None:
+    target = target_of(NAMES[1])
+    loaded = drafter_of(NAMES[1])
     prompts = [[5, 9, 30, 7, 7, 41, 3, 9, 30, 11, 2, 77], [4]]
     options = {"max_new_tokens": 12}
     plain = e3.SpeculativeDecoder(target, stop_tokens=()).generate(prompts, **options)
@@ -215,7 +216,7 @@ def test_trees_sampled_chains_and_lookups_before_it_keep_the_greedy_text(name: s
         e3.SpeculativeDecoder(
             target,
             loaded,
-            schedule=e3.SpeculationSchedule(((1, 1, 2), (2, 8, 0))),
+            schedule=e3.SpeculationSchedule(((1, 1, 0), (2, 8, 2))),
             stop_tokens=(),
         ),
     ):
