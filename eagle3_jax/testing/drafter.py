@@ -110,12 +110,7 @@ def check_drafter(
         ValueError: ``checks`` names a check that does not exist.
     """
     loaded = drafter if isinstance(drafter, LoadedDrafter) else LoadedDrafter(drafter)
-    part: Any = loaded.drafter
-    params = loaded.params
-    if reads_cache(part):
-        part = WithCache(part, target.model)
-        params = (params, target.params)
-    subject = Subject(part, params, target, samples, seed=seed)
+    subject = subject_of(loaded, target, samples, seed=seed)
     return examine(
         f"{class_name(loaded.drafter)} with {target.name}", subject, DRAFTER_CHECKS, checks
     )
@@ -172,6 +167,18 @@ class WithCache:
         before, cache = state
         draft = propose_with(self.drafter, params[0], before, keys, sampling, cache)
         return draft if draft.state is None else draft.replace(state=(draft.state, cache))
+
+
+def subject_of(
+    loaded: LoadedDrafter, target: LoadedTarget, samples: int = 32768, *, seed: int = 0
+) -> Subject:
+    """Returns a drafter as the checks run it."""
+    part: Any = loaded.drafter
+    params = loaded.params
+    if reads_cache(part):
+        part = WithCache(part, target.model)
+        params = (params, target.params)
+    return Subject(part, params, target, samples, seed=seed)
 
 
 def loaded_part(subject: Subject) -> LoadedDrafter:
