@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from eagle3_jax.checks import propose, reads_cache
 from eagle3_jax.conversion.heads import HeadCheckpoint, make_drafter
 from eagle3_jax.conversion.targets import TargetCheckpoint
 from eagle3_jax.drafters.draft_model import DraftModel
@@ -122,7 +123,16 @@ def _drafted_after(
     seen = Observation(tokens=row_tokens, features=features, length=cuts, next_token=tokens[cuts])
     state = drafter.observe(draft_params, state, seen)
     keys = jax.random.split(jax.random.key(0), rows)
-    return drafter.propose(draft_params, state, keys, SamplingParams()).tokens[:, 1:]
+    cache = None
+    if reads_cache(drafter):
+
+        def of_rows(leaf: jax.Array) -> jax.Array:
+            return jnp.broadcast_to(leaf, (rows, *leaf.shape[1:]))
+
+        written = jax.tree.map(of_rows, out.written)
+        cache = model.init_cache(rows, tokens.size).fill(written, cuts)
+    draft = propose(drafter, draft_params, state, keys, SamplingParams(), cache)
+    return draft.tokens[:, 1:]
 
 
 def _drafter(

@@ -28,7 +28,8 @@ def attention(config: GroupedQuery, source: str, path: str, *, gate: str = "q_pr
     path = f"{path}.attention"
     size = config.head_dim
 
-    heads = {"q": config.group, "k": 1, "v": 1}
+    # Without "v" the values are the keys; without both they are those of another layer.
+    heads = {"q": config.group} | dict.fromkeys("kv"[: config.num_projected], 1)
     halves = {}
     if config.output_gate:
         heads["gate"] = config.group
@@ -44,7 +45,8 @@ def attention(config: GroupedQuery, source: str, path: str, *, gate: str = "q_pr
 
     rules += linear(f"{source}.o_proj", f"{path}.o", bias=config.o_bias)
     if config.qk_norm:
-        rules += [norm(f"{source}.{name}_norm", f"{path}.{name}_norm") for name in "qk"]
+        names = "q" if config.shares_keys else "qk"
+        rules += [norm(f"{source}.{name}_norm", f"{path}.{name}_norm") for name in names]
     if config.sinks:
         rules.append(Rule(f"{source}.sinks", f"{path}.sinks"))
     return rules
@@ -204,6 +206,13 @@ def block(
     for part in (config.mixer, config.mlp):
         part_rules = {**PARTS, **parts}[type(part)]
         rules += part_rules(part, source, path)
+
+    if config.input_width:
+        rules += linear(f"{source}.per_layer_input_gate", f"{path}.input_gate")
+        rules += linear(f"{source}.per_layer_projection", f"{path}.input_projection")
+        rules.append(norm(f"{source}.post_per_layer_input_norm", f"{path}.input_norm"))
+    if config.output_scale:
+        rules.append(Rule(f"{source}.layer_scalar", f"{path}.output_scale"))
     return rules
 
 
@@ -212,4 +221,8 @@ def decoder(config: DecoderConfig, *, parts: Mapping[type, PartRules] = PARTS) -
     table = [Rule("model.embed_tokens.weight", "embedding"), norm("model.norm", "norm")]
     for index, layer in enumerate(config.layers):
         table += block(layer, f"model.layers.{index}", f"blocks.{index}", parts=parts)
+    if config.input_width:
+        table.append(Rule("model.embed_tokens_per_layer.weight", "input_embedding"))
+        table += linear("model.per_layer_model_projection", "input_projection")
+        table.append(norm("model.per_layer_projection_norm", "input_norm"))
     return table if config.tie_embeddings else table + linear("lm_head", "head")

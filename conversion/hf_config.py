@@ -45,6 +45,7 @@ _OUR_NAMES = {_ORIGINAL: "original_max_positions"}
 _ROPE_PARAMETERS: dict[str, dict[str, Callable[[Fields, str], Any]]] = {
     "default": {},
     "linear": {"factor": Fields.number},
+    "proportional": {"factor": lambda rope, name: rope.number(name, 1.0)},
     "llama3": {
         "factor": Fields.number,
         _ORIGINAL: Fields.integer,

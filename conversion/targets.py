@@ -104,7 +104,9 @@ def read_target(stored: Stored, extra_family: Family | None = None) -> TargetChe
 
     config = family.read_config(fields)
     head = tensors.get("lm_head.weight")
-    known = _zero_biases(tensors) if quantisation and quantisation.zero_biases else ()
+    known = family.unused(config)
+    if model.quantisation and model.quantisation.zero_biases:
+        known = (*known, *_zero_biases(tensors))
     if config.tie_embeddings and head is not None:
         # Some writers store the tied projection as well. It may only repeat the embedding.
         known = (*known, r"lm_head\.weight")
@@ -183,6 +185,7 @@ def write_target(checkpoint: TargetCheckpoint, directory: str | Path) -> None:
         "eos_token_id": stop,
         "use_cache": True,
     }
+    values = {name: value for name, value in values.items() if name not in family.absent}
     _check_expressed(config, family, values)
 
     tensors = rules.write_params(

@@ -190,6 +190,26 @@ class KeyValues(struct.PyTreeNode, kw_only=True):
         return KeyValues(keys=keys, values=values)
 
 
+class NoKeys(struct.PyTreeNode):
+    """The :class:`LayerCache` of a layer that has no keys: it reads those of an earlier layer."""
+
+    def fill(self, written: None, count: Int[Array, " B"]) -> NoKeys:
+        """See :class:`LayerCache`; nothing is written."""
+        del written, count
+        return self
+
+    def commit(
+        self,
+        written: None,
+        length: Int[Array, " B"],
+        count: Int[Array, " B"],
+        nodes: Int[Array, "B T"] | None = None,
+    ) -> NoKeys:
+        """See :class:`LayerCache`; nothing is written."""
+        del written, length, count, nodes
+        return self
+
+
 def write_block(
     buffer: Float[Array, "B C S H"], block: Float[Array, "B C T H"], length: Int[Array, " B"]
 ) -> Float[Array, "B C S H"]:

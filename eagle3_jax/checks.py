@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from eagle3_jax.cache import Cache
 from eagle3_jax.files.jsonl import shown
 from eagle3_jax.topology import Chain, Topology
 from eagle3_jax.types import (
@@ -51,7 +52,7 @@ _MEMBERS: dict[str, dict[str, tuple[Callable[[Any], bool], str] | None]] = {
     "target": dict.fromkeys(("vocab_size", "init_cache", "__call__", "unembed")),
     "verifier": {"lossless": _BOOL, "__call__": None},
 }
-_OPTIONAL = {"is_chain": _BOOL, "num_likeliest": _COUNT}
+_OPTIONAL = {"is_chain": _BOOL, "num_likeliest": _COUNT, "reads_cache": _BOOL}
 _ARGUMENTS = {
     "drafter": (),
     "target": ("aux_layers", "length"),
@@ -102,6 +103,24 @@ def declares_chain(drafter: Drafter[Any]) -> bool:
     Without it the loop verifies trees, which is exact for chains too.
     """
     return bool(getattr(drafter, "is_chain", False))
+
+
+def reads_cache(drafter: Drafter[Any]) -> bool:
+    """Whether a drafter declares that it reads the target's cache."""
+    return bool(getattr(drafter, "reads_cache", False))
+
+
+def propose(
+    drafter: Drafter[Any],
+    params: Any,
+    state: Any,
+    keys: Any,
+    sampling: SamplingParams,
+    cache: Cache | None,
+) -> Draft:
+    """Calls ``propose`` of a drafter, with the target's cache if it reads that."""
+    more: dict[str, Any] = {"cache": cache} if reads_cache(drafter) else {}
+    return drafter.propose(params, state, keys, sampling, **more)
 
 
 def check_parts(target: Any, drafter: Any, verifier: Any) -> None:
@@ -164,6 +183,11 @@ def check_part(part: Any, role: str) -> None:
             f" frozen dataclass of plain values and keep its arrays in params, see {_PAGE}"
         ) from None
 
+    if role == "drafter" and reads_cache(part) and not takes_argument(part.propose, "cache"):
+        raise ValueError(
+            f"{name} says reads_cache, and its propose takes no argument `cache`; add it, see"
+            f" {_PAGE}"
+        )
     if role == "drafter" and declares_chain(part) and part.num_nodes > part.max_depth + 1:
         raise ValueError(
             f"{name} is a chain of {part.num_nodes} nodes and says that its max_depth is"

@@ -24,6 +24,7 @@ from eagle3_jax.checks import (
     check_verdict,
     checked_state,
     declares_chain,
+    propose,
     takes_argument,
 )
 from eagle3_jax.devices.groups import map_groups, rows_per_group
@@ -372,7 +373,7 @@ class SpeculativeLoop:
             # sampled rows.
             sampling = sampling.replace(temperature=jnp.zeros_like(sampling.temperature))
 
-        draft = self.drafter.propose(params.drafter, state.drafter, keys, sampling)
+        draft = propose(self.drafter, params.drafter, state.drafter, keys, sampling, state.cache)
         check_draft(self.drafter, draft, batch=state.length.shape[0], vocab_size=vocab_size)
         after = state.drafter
         if draft.state is not None:

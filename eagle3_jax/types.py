@@ -280,12 +280,13 @@ class Drafter(Protocol[State]):
     next ``observe`` overwrites them, and then returns that state as ``Draft.state``.
 
     A drafter is a static argument of the compiled loop, so it must be hashable; its arrays are in
-    ``params``. Three members are optional. ``is_chain: bool`` declares that every draft is a chain;
+    ``params``. Four members are optional. ``is_chain: bool`` declares that every draft is a chain;
     without it the loop verifies trees. ``num_likeliest: int`` asks for the target's most likely
-    tokens at every verified node, rejected ones included. ``with_topology(topology,
-    draft_sampling)`` returns the same drafter with another draft, or raises ``ValueError``
-    (:class:`eagle3_jax.checks.Drafting`). ``docs/drafters.md`` tells authors more;
-    ``check_drafter`` tests a drafter.
+    tokens at every verified node, rejected ones included. ``reads_cache: bool`` asks for the
+    target's cache of the committed tokens, as the argument ``cache`` of ``propose``.
+    ``with_topology(topology, draft_sampling)`` returns the same drafter with another draft, or
+    raises ``ValueError`` (:class:`eagle3_jax.checks.Drafting`). ``docs/drafters.md`` tells authors
+    more; ``check_drafter`` tests a drafter.
     """
 
     @property

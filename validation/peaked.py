@@ -59,10 +59,9 @@ def build(recipe: Recipe) -> Any:
     model = eager(kind.from_config(config, attn_implementation="eager").float())
     tied = getattr(model.config, "tie_word_embeddings", False)
     generator = torch.Generator().manual_seed(recipe.seed)
-    corrections = [
-        (name, value) for name, value in model.named_buffers() if name.endswith("correction_bias")
-    ]
-    for name, value in [*model.named_parameters(), *corrections]:
+    stored = ("correction_bias", "layer_scalar")
+    buffers = [(name, value) for name, value in model.named_buffers() if name.endswith(stored)]
+    for name, value in [*model.named_parameters(), *buffers]:
         noise = torch.randn(value.shape, generator=generator)
         with torch.no_grad():
             value.copy_(_noise(name, value, noise, recipe.model_type, tied=tied))
@@ -70,7 +69,7 @@ def build(recipe: Recipe) -> Any:
 
 
 def _noise(name: str, value: Any, noise: Any, model_type: str, *, tied: bool) -> Any:
-    if "norm" in name:
+    if "norm" in name or name.endswith("layer_scalar"):
         # About one, or about zero where that is what the family starts from.
         return value + 0.2 * noise
     if name.endswith("sinks"):

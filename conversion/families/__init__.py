@@ -9,6 +9,7 @@ from eagle3_jax.conversion.families import (
     cohere,
     deepseek,
     gemma,
+    gemma4,
     glm4_moe,
     gpt_oss,
     granite,
@@ -41,6 +42,7 @@ FAMILIES: dict[str, Family] = {
         mellum.FAMILY,
         mimo.FAMILY,
         *gemma.FAMILIES,
+        gemma4.FAMILY,
         olmo2.FAMILY,
         granite.FAMILY,
         phi3.FAMILY,
@@ -59,6 +61,7 @@ WRAPPERS: dict[str, Wrapper] = {
         qwen.WRAPPER,
         gemma.WRAPPER,
         muse_glimmer.WRAPPER,
+        gemma4.WRAPPER,
     )
 }
 

@@ -92,6 +92,10 @@ class Family(NamedTuple):
     #: The modules for multi-token prediction that a file may hold. They do not belong to the
     #: target, and draft for it (``--drafter mtp``).
     modules: Modules | None = None
+    #: Fields that files of other families have, and that change the meaning of one of its own.
+    absent: tuple[str, ...] = ()
+    #: Returns patterns of tensors that a target of this description may have and does not use.
+    unused: Callable[[DecoderConfig], tuple[str, ...]] = lambda config: ()
 
     def select(self, tensors: Mapping[str, Tensor], num_layers: int) -> dict[str, Tensor]:
         """Returns the tensors of the target, without those that are left out."""

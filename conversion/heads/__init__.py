@@ -12,7 +12,16 @@ from jax.sharding import Mesh
 
 from eagle3_jax.conversion.errors import CheckpointError
 from eagle3_jax.conversion.files import new_directory, write_json
-from eagle3_jax.conversion.heads import dflash, dflash2, eagle1, eagle3, medusa, mtp, p_eagle
+from eagle3_jax.conversion.heads import (
+    dflash,
+    dflash2,
+    eagle1,
+    eagle3,
+    gemma4,
+    medusa,
+    mtp,
+    p_eagle,
+)
 from eagle3_jax.conversion.heads.head import HeadCheckpoint, HeadKind, Layout
 from eagle3_jax.conversion.sidecars import copy_tokenizer
 from eagle3_jax.conversion.tensors import Signs, write_tensors
@@ -24,6 +33,7 @@ from eagle3_jax.types import EmbeddingTables
 HEADS: dict[str, HeadKind] = {
     kind.name: kind
     for kind in (
+        gemma4.KIND,
         medusa.KIND,
         mtp.KIND,
         dflash2.KIND,
@@ -66,6 +76,8 @@ def write_head(checkpoint: HeadCheckpoint, directory: str | Path, dialect: str) 
     with new_directory(directory) as temporary:
         write_tensors(temporary / layout.file, layout.tensors)
         write_json(temporary / "config.json", layout.values)
+        if layout.generation is not None:
+            write_json(temporary / "generation_config.json", layout.generation)
         copy_tokenizer(checkpoint.source, temporary)
 
 

@@ -68,6 +68,8 @@ class Layout(NamedTuple):
     values: dict[str, Any]  #: Its ``config.json``.
     tensors: dict[str, np.ndarray]  #: Its tensors.
     file: str = "model.safetensors"  #: The name of the file of its tensors.
+    #: Its ``generation_config.json``; ``None`` for a layout without that file.
+    generation: dict[str, Any] | None = None
 
 
 class Suspects(NamedTuple):
@@ -139,6 +141,9 @@ def check_fit(config: Any, target: DecoderConfig, where: str) -> None:
             f"{where} reads the final state of a target of {depth} layers but the target has"
             f" {count}; {advice}"
         )
+    problem = config.misfit(target) if hasattr(config, "misfit") else ""
+    if problem:
+        raise CheckpointError(f"{where}: {problem}; {advice}")
     # L + 1 alone means the state after the target's last norm.
     if last > count and config.aux_layers != (count + 1,):
         raise CheckpointError(

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from eagle3_jax.bench.contenders import Tokens
 from eagle3_jax.bench.rounds import timed_rounds
 from eagle3_jax.cache import Cache, KeyValue, KeyValues, LayerCache
+from eagle3_jax.checks import propose
 from eagle3_jax.decode import SpeculativeDecoder
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.loop import GenerationState, LoopParams, SpeculativeLoop
@@ -224,7 +225,9 @@ def _draft_rounds(
     drafter = loop.drafter
 
     def draft_and_observe(index: Array, drafter_state: Any) -> Any:
-        draft = drafter.propose(params.drafter, drafter_state, state.keys, state.sampling)
+        draft = propose(
+            drafter, params.drafter, drafter_state, state.keys, state.sampling, state.cache
+        )
         tokens = draft.tokens[:, : features.shape[1]]
         seen = Observation(
             tokens=tokens,

@@ -144,8 +144,9 @@ def open_decoder(
     drafter = head.drafter if isinstance(head, LoadedDrafter) else head
 
     # A drafter that proposes a block or all of its heads in one pass keeps its length: a shorter
-    # draft would need another network, or cost as much.
+    # draft would need another network, or cost as much. So does one whose file names a length.
     has_length = isinstance(drafter, Drafting) and not hasattr(drafter, "longest")
+    has_length = has_length and getattr(drafter, "topology", None) is None
     if has_length and not chosen and not find_own("--drafter", models.drafter):
         least = 0 if draft.draft_sampling is None else 1
         length = max(least, default_draft_length(batch, weights=models.weights))

@@ -9,7 +9,8 @@ from eagle3_jax.drafters.draft_model import DraftModel, DraftModelState, draft_m
 from eagle3_jax.drafters.eagle1 import Eagle1Config, Eagle1Drafter
 from eagle3_jax.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from eagle3_jax.drafters.fallback import Fallback
-from eagle3_jax.drafters.medusa import MedusaConfig, MedusaDrafter, MedusaState
+from eagle3_jax.drafters.gemma4 import Gemma4AssistantConfig, Gemma4AssistantDrafter
+from eagle3_jax.drafters.medusa import MedusaConfig, MedusaDrafter
 from eagle3_jax.drafters.mtp import MTPConfig, MTPDrafter
 from eagle3_jax.drafters.ngram import NGram
 from eagle3_jax.drafters.p_eagle import PEagleConfig, PEagleDrafter
@@ -28,12 +29,13 @@ __all__ = [
     "Eagle3Config",
     "Eagle3Drafter",
     "Fallback",
+    "Gemma4AssistantConfig",
+    "Gemma4AssistantDrafter",
     "MTPConfig",
     "MTPDrafter",
     "Markov",
     "MedusaConfig",
     "MedusaDrafter",
-    "MedusaState",
     "NGram",
     "PEagleConfig",
     "PEagleDrafter",

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import nnx, struct
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.devices.sharding import VOCAB, Axis
@@ -24,7 +24,7 @@ from eagle3_jax.models.functional import (
 )
 from eagle3_jax.models.layers import FLOAT32, Precision, product, product_by_table
 from eagle3_jax.topology import Chain, DynamicTree, StaticTree, Topology, default_draft_length
-from eagle3_jax.types import Draft, DraftSampling, EmbeddingTables
+from eagle3_jax.types import Draft, DraftSampling, EmbeddingTables, Observation
 
 
 def grow(
@@ -236,6 +236,38 @@ class NetworkDrafter(ShapedDrafter):
     def bind(self, params: Params) -> Any:
         """Returns the network with its parameters."""
         return bind(self.network, self.config, self.precision, params["head"])
+
+
+class LastState(struct.PyTreeNode, kw_only=True):
+    """What a drafter without a cache drafts from.
+
+    Attributes:
+        hidden: ``[B D]``, the target's final state at the last committed token that it has run.
+        root: ``[B]``, the token that the target chose after it.
+    """
+
+    hidden: Float[Array, "B D"]
+    root: Int[Array, " B"]
+
+
+class LastStateDrafter(NetworkDrafter):
+    """A drafter of which only the newest token and the state before it are kept."""
+
+    def init(self, params: Params, batch: int, capacity: int) -> LastState:
+        """See :class:`eagle3_jax.types.Drafter`."""
+        del params, capacity
+        hidden = jnp.zeros((batch, self.config.target_width), self.precision.activations)
+        return LastState(hidden=hidden, root=jnp.zeros((batch,), jnp.int32))
+
+    def observe(self, params: Params, state: LastState, seen: Observation) -> LastState:
+        """Stores the target's state at the last committed token; ``next_token`` follows from it."""
+        del params
+        index = jnp.maximum(seen.length - 1, 0)[:, None, None]
+        newest = jnp.take_along_axis(seen.features[:, :, 0], index, axis=1)[:, 0]
+        observed = seen.length > 0
+        hidden = jnp.where(observed[:, None], newest, state.hidden)
+        root = jnp.where(observed, seen.next_token, state.root)
+        return state.replace(hidden=hidden, root=root)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int, Key
 
-from eagle3_jax.cache import Cache, KeyValues
+from eagle3_jax.cache import Cache, KeyValues, NoKeys
 from eagle3_jax.drafters.base import ShapedDrafter
 from eagle3_jax.drafters.grow import DraftInputs, Level
 from eagle3_jax.loaded import LoadedDrafter, LoadedTarget
@@ -108,7 +108,7 @@ class DraftModel(ShapedDrafter):
         more = max(0, self.shape.num_expanded - self.num_nodes)
         cache = self.model.init_cache(batch, capacity + more)
         for layer in cache.layers:
-            if not isinstance(layer, KeyValues | LatentKeys):
+            if not isinstance(layer, KeyValues | LatentKeys | NoKeys):
                 raise ValueError(
                     "a draft model removes rejected tokens by lowering the length of its cache,"
                     f" and {type(layer).__name__} of {type(self.model).__name__} has no length"
@@ -257,6 +257,12 @@ def layer_skip(target: LoadedTarget, num_layers: int) -> LoadedDrafter:
         raise ValueError(
             f"layer skip of {num_layers} layers: {target.name} has {model.config.num_layers}, so"
             f" give 1 to {model.config.num_layers - 1}"
+        )
+
+    if model.config.input_width:
+        raise ValueError(
+            f"layer skip of {target.name}: its table of vectors for each layer belongs to all"
+            " layers; give another drafter"
         )
 
     config = dataclasses.replace(model.config, layers=model.config.layers[:num_layers])

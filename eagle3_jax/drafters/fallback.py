@@ -20,7 +20,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Key
 
-from eagle3_jax.checks import check_part, checked_state, configured, declares_chain
+from eagle3_jax.cache import Cache
+from eagle3_jax.checks import (
+    check_part,
+    checked_state,
+    configured,
+    declares_chain,
+    propose,
+    reads_cache,
+)
 from eagle3_jax.drafters.base import ShapedDrafter
 from eagle3_jax.loaded import LoadedDrafter
 from eagle3_jax.topology import Chain, Topology
@@ -116,6 +124,11 @@ class Fallback:
         """Whether both draft chains."""
         return declares_chain(self.first) and declares_chain(self.second)
 
+    @property
+    def reads_cache(self) -> bool:
+        """Whether one of them reads the target's cache."""
+        return reads_cache(self.first) or reads_cache(self.second)
+
     def __getattr__(self, name: str) -> Any:
         """Returns an optional member of ``second``.
 
@@ -151,16 +164,22 @@ class Fallback:
         return first, second
 
     def propose(
-        self, params: Any, state: tuple[Any, Any], keys: Key[Array, " B"], sampling: SamplingParams
+        self,
+        params: Any,
+        state: tuple[Any, Any],
+        keys: Key[Array, " B"],
+        sampling: SamplingParams,
+        *,
+        cache: Cache | None = None,
     ) -> Draft:
         """Drafts with ``first``, and with ``second`` if some row needs it."""
         # The choice must not depend on the random numbers of `second`.
         keys_of_first = jax.vmap(jax.random.fold_in, (0, None))(keys, 0)
-        first_draft = self.first.propose(None, state[0], keys_of_first, sampling)
+        first_draft = propose(self.first, None, state[0], keys_of_first, sampling, cache)
         has_draft = jnp.any(first_draft.valid[:, 1:], axis=1)
 
         def draft_second(state: Any) -> _Turn:
-            draft = self.second.propose(params, state, keys, sampling)
+            draft = propose(self.second, params, state, keys, sampling, cache)
             after = state
             if draft.state is not None:
                 after = checked_state(self.second, state, draft.state, "propose")

@@ -21,17 +21,17 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from flax import nnx, struct
-from jaxtyping import Array, Float, Int, Key
+from flax import nnx
+from jaxtyping import Array, Float, Key
 
 from eagle3_jax.devices.sharding import VOCAB, Axis
-from eagle3_jax.drafters.base import NetworkDrafter
+from eagle3_jax.drafters.base import LastState, LastStateDrafter
 from eagle3_jax.drafters.parallel import parallel_inputs
 from eagle3_jax.models.config import MOST, check_drafting, check_sizes
 from eagle3_jax.models.functional import Params
 from eagle3_jax.models.layers import Linear, Precision
 from eagle3_jax.topology import Chain, Topology
-from eagle3_jax.types import Draft, Observation, SamplingParams
+from eagle3_jax.types import Draft, SamplingParams
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,20 +125,8 @@ class MedusaHeads(nnx.Module):
         return output(self.blocks[head](state)).astype(jnp.float32)
 
 
-class MedusaState(struct.PyTreeNode, kw_only=True):
-    """The input of the heads.
-
-    Attributes:
-        hidden: ``[B D]``, the target's final state at the last committed token that it has run.
-        root: ``[B]``, the token that the target chose after it.
-    """
-
-    hidden: Float[Array, "B D"]
-    root: Int[Array, " B"]
-
-
 @dataclasses.dataclass(frozen=True)
-class MedusaDrafter(NetworkDrafter):
+class MedusaDrafter(LastStateDrafter):
     """Drafts a chain of the most likely or of sampled tokens, or a tree.
 
     A shorter draft does not use the last heads. The trees of the paper are static
@@ -170,24 +158,8 @@ class MedusaDrafter(NetworkDrafter):
         """The largest number of tokens in a chain."""
         return self.config.num_heads
 
-    def init(self, params: Params, batch: int, capacity: int) -> MedusaState:
-        """See :class:`eagle3_jax.types.Drafter`."""
-        del params, capacity
-        hidden = jnp.zeros((batch, self.config.target_width), self.precision.activations)
-        return MedusaState(hidden=hidden, root=jnp.zeros((batch,), jnp.int32))
-
-    def observe(self, params: Params, state: MedusaState, seen: Observation) -> MedusaState:
-        """Stores the target's state at the last committed token; ``next_token`` follows from it."""
-        del params
-        index = jnp.maximum(seen.length - 1, 0)[:, None, None]
-        newest = jnp.take_along_axis(seen.features[:, :, 0], index, axis=1)[:, 0]
-        observed = seen.length > 0
-        hidden = jnp.where(observed[:, None], newest, state.hidden)
-        root = jnp.where(observed, seen.next_token, state.root)
-        return MedusaState(hidden=hidden, root=root)
-
     def propose(
-        self, params: Params, state: MedusaState, keys: Key[Array, " B"], sampling: SamplingParams
+        self, params: Params, state: LastState, keys: Key[Array, " B"], sampling: SamplingParams
     ) -> Draft:
         """Computes the logits of all levels, then grows the draft."""
         logits = self.bind(params)(state.hidden, self.max_depth)

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int, Key
 
+from eagle3_jax.cache import Cache
+from eagle3_jax.checks import propose, reads_cache
 from eagle3_jax.types import Draft, Drafter, Observation, SamplingParams
 
 
@@ -93,6 +95,11 @@ class Silent:
         """Target layers that the other drafter reads."""
         return self.drafter.aux_layers
 
+    @property
+    def reads_cache(self) -> bool:
+        """Whether the other drafter reads the target's cache."""
+        return reads_cache(self.drafter)
+
     def init(self, params: Any, batch: int, capacity: int) -> Any:
         """Returns the other drafter's empty state."""
         return self.drafter.init(params, batch, capacity)
@@ -102,13 +109,19 @@ class Silent:
         return self.drafter.observe(params, state, seen)
 
     def propose(
-        self, params: Any, state: Any, keys: Key[Array, " B"], sampling: SamplingParams
+        self,
+        params: Any,
+        state: Any,
+        keys: Key[Array, " B"],
+        sampling: SamplingParams,
+        *,
+        cache: Cache | None = None,
     ) -> Draft:
         """Returns only the root of the other drafter's draft.
 
         The compiler removes the work for the other nodes.
         """
-        root = self.drafter.propose(params, state, keys, sampling).tokens[:, :1]
+        root = propose(self.drafter, params, state, keys, sampling, cache).tokens[:, :1]
         return Draft(
             tokens=root, parents=jnp.full_like(root, -1), valid=jnp.ones_like(root, jnp.bool_)
         )

@@ -6,6 +6,7 @@ Every shape follows from them. They need no JAX.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal
 
 # Sizes and positions are 32-bit on the device, and sums of a few of them must fit as well.
@@ -46,7 +47,7 @@ def check_sizes(config: Any, *names: str) -> None:
     check_range(config, 1, MOST, *names)
 
 
-RopeType = Literal["default", "linear", "llama3", "yarn", "longrope"]
+RopeType = Literal["default", "linear", "proportional", "llama3", "yarn", "longrope"]
 
 # The statistics and weights of a norm of queries and keys. per-head: statistics of each head, one
 # weight vector for all heads (Qwen3). own-weights: statistics of each head, weights for each head
@@ -59,9 +60,9 @@ class RopeConfig:
     """Rotary position embedding (Su et al., 2021) and its published context extensions."""
 
     theta: float = 10_000.0  #: Base of the geometric progression of wavelengths.
-    #: ``default``, ``linear`` (position interpolation), ``llama3``, ``yarn`` (Peng et al., 2023) or
-    #: ``longrope`` (Ding et al., 2024). With ``longrope``, only texts of up to
-    #: ``original_max_positions`` tokens are computed.
+    #: ``default``, ``linear`` (position interpolation), ``proportional`` (Gemma 4), ``llama3``,
+    #: ``yarn`` (Peng et al., 2023) or ``longrope`` (Ding et al., 2024). With ``longrope``, only
+    #: texts of up to ``original_max_positions`` tokens are computed.
     type: RopeType = "default"
     factor: float = 1.0  #: Factor by which the context is extended.
     #: Context length before the extension (``llama3``, ``yarn`` and ``longrope``).
@@ -82,7 +83,9 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     #: ``yarn``: whether the correction range is rounded outwards to whole dimensions.
     truncate: bool = True
-    #: Share of a head's channels that rotate, the first ones; the others do not change.
+    #: Share of a head's channels that rotate, the first ones; the others do not change. With
+    #: ``proportional``: of its pairs ``i`` and ``i + dim/2``, which have the wavelengths that they
+    #: have if all rotate.
     partial: float = 1.0
     #: Whether channels ``2i`` and ``2i+1`` are a pair, instead of ``i`` and ``i + dim/2``.
     interleaved: bool = False
@@ -168,6 +171,14 @@ class GroupedQuery:
     softcap: float | None = None
     scale: float | None = None  #: Factor of the scores; ``H ** -0.5`` when ``None``.
     qk_norm_kind: QKNorm = "per-head"  #: Statistics and weights of the norm of queries and keys.
+    #: Whether values are divided by their root mean square (Gemma 4).
+    value_norm: bool = False
+    #: Whether the projection of the keys, before norm and rotation, also gives the values (Gemma
+    #: 4).
+    keys_as_values: bool = False
+    #: Whether the layer has no keys and values, and attends to those of an earlier layer:
+    #: :func:`key_sources` (Gemma 4).
+    shares_keys: bool = False
 
     def __post_init__(self) -> None:
         check_sizes(self, "num_heads", "num_kv_heads")
@@ -209,6 +220,11 @@ class GroupedQuery:
     def group(self) -> int:
         """Query heads that share a key head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def num_projected(self) -> int:
+        """Heads that are projected for a key head and its values: 2, 1, or none."""
+        return 0 if self.shares_keys else 1 if self.keys_as_values else 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -415,10 +431,16 @@ class LayerConfig:
     #: Factor of the outputs of mixer and MLP before they are added to the residual stream
     #: (Granite).
     residual_scale: float = 1.0
+    #: Width of the vector that the layer reads for each token besides the residual stream (Gemma 4
+    #: E); 0 for none.
+    input_width: int = 0
+    #: Whether a number of the checkpoint multiplies the residual stream after the layer (Gemma 4).
+    output_scale: bool = False
 
     def __post_init__(self) -> None:
         check_range(self, 1e-6, 1e6, "residual_scale")
         check_range(self, *_EPS, "post_norm_eps")
+        check_range(self, 0, MOST, "input_width")
 
 
 def uniform(num_layers: int, mixer: Mixer, mlp: MLP) -> tuple[LayerConfig, ...]:
@@ -450,6 +472,39 @@ def grouped(layer: LayerConfig) -> GroupedQuery:
         ValueError: The layer has another mixer.
     """
     return _as(layer.mixer, GroupedQuery, "grouped-query attention")
+
+
+def heads_of(layer: LayerConfig) -> tuple[int, int]:
+    """Returns the number of key heads of a layer of grouped-query attention, and their size."""
+    mixer = grouped(layer)
+    return mixer.num_kv_heads, mixer.head_dim
+
+
+def key_sources(layers: Sequence[LayerConfig]) -> list[int | None]:
+    """Returns for each layer that shares keys the layer that has them; ``None`` for other layers.
+
+    It is the last layer before it with keys and the same window.
+
+    Raises:
+        ValueError: There is none, or its key heads have another number or size.
+    """
+    # The last layer so far for each window.
+    latest: dict[int | None, int] = {}
+    sources: list[int | None] = []
+    for index, layer in enumerate(layers):
+        mixer = layer.mixer
+        source = None
+        if isinstance(mixer, GroupedQuery) and mixer.shares_keys:
+            source = latest.get(mixer.window)
+            if source is None or heads_of(layers[source]) != heads_of(layer):
+                raise ValueError(
+                    f"layer {index} shares keys; expected an earlier layer with the same window and"
+                    f" {mixer.num_kv_heads} key heads of {mixer.head_dim} channels"
+                )
+        elif isinstance(mixer, GroupedQuery):
+            latest[mixer.window] = index
+        sources.append(source)
+    return sources
 
 
 def gated(layer: LayerConfig) -> GatedMLP:
@@ -495,11 +550,22 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         check_stack(self)
         check_range(self, 1e-6, 1e6, "embedding_scale", "logit_scale", "logit_softcap")
+        widths = {layer.input_width for layer in self.layers}
+        if len(widths) > 1:
+            raise ValueError(
+                f"input_width is {sorted(widths)}; expected the same width in every layer"
+            )
+        key_sources(self.layers)
 
     @property
     def num_layers(self) -> int:
         """``L``."""
         return len(self.layers)
+
+    @property
+    def input_width(self) -> int:
+        """Width of a layer's vector for each token; 0 for none."""
+        return self.layers[0].input_width
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

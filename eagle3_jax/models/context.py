@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
-from eagle3_jax.cache import Cache, KeyValue, KeyValues, LayerCache
+from eagle3_jax.cache import Cache, KeyValue, KeyValues, LayerCache, NoKeys
 from eagle3_jax.devices.kernels import indices
 from eagle3_jax.models import flash
 from eagle3_jax.models.attention import Scoring, Segment, attention
@@ -106,13 +106,14 @@ class AttentionContext(Protocol):
     """
 
     def attend(
-        self, queries: Float[Array, "B T heads H"], kv: KeyValue, scoring: Scoring = Scoring()
-    ) -> tuple[Float[Array, "B T width"], KeyValue]:
+        self, queries: Float[Array, "B T heads H"], kv: Any, scoring: Scoring = Scoring()
+    ) -> tuple[Float[Array, "B T width"], Any]:
         """Runs attention of a block over its past and itself.
 
         Args:
             queries: ``[B T heads H]``.
-            kv: Keys and values of the block.
+            kv: Keys and values of the block, a :class:`~eagle3_jax.cache.KeyValue`; ``None`` from a
+                layer that has none.
             scoring: Scale, soft cap and sinks of attention.
 
         Returns:
@@ -141,12 +142,16 @@ class BlockContext(NamedTuple):
         self, queries: Float[Array, "B T heads H"], kv: KeyValue, scoring: Scoring = Scoring()
     ) -> tuple[Float[Array, "B T width"], KeyValue]:
         """See :class:`AttentionContext`."""
+        return self.read(queries, kv, scoring), kv
+
+    def read(
+        self, queries: Float[Array, "B T heads H"], kv: KeyValue, scoring: Scoring
+    ) -> Float[Array, "B T width"]:
+        """Attends to the keys and values of a block."""
         if self.mask is None:
-            attended = attention(queries, self.past, (*self.at_index, kv), scoring)
-        else:
-            block = Segment(kv, self.mask)
-            attended = attention(queries, (*self.past, block), self.at_index, scoring)
-        return attended, kv
+            return attention(queries, self.past, (*self.at_index, kv), scoring)
+        block = Segment(kv, self.mask)
+        return attention(queries, (*self.past, block), self.at_index, scoring)
 
 
 class ForKernel(NamedTuple):
@@ -184,14 +189,20 @@ class CacheContext(NamedTuple):
     ) -> tuple[Float[Array, "B T width"], KeyValue]:
         """See :class:`AttentionContext`; keeps the whole buffers."""
         written = self.layer.write(kv, self.length)
+        return self.read(queries, written, scoring), written
+
+    def read(
+        self, queries: Float[Array, "B T heads H"], written: KeyValue, scoring: Scoring
+    ) -> Float[Array, "B T width"]:
+        """Attends to buffers with the block in them."""
         if self.invariant:
-            return self._attend_alike(queries, written, scoring), written
+            return self._attend_alike(queries, written, scoring)
 
         def by_xla(queries: Array, kv: KeyValue) -> Array:
             return attention(queries, (Segment(kv, self.visible),), (), scoring)
 
         if self.kernel is None or not flash.is_supported(queries, written):
-            return by_xla(queries, written), written
+            return by_xla(queries, written)
 
         options = {
             "scale": scoring.factor(queries.shape[-1]),
@@ -202,7 +213,7 @@ class CacheContext(NamedTuple):
         # The kernel has no derivative. That of XLA's attention is the same function's.
         by_kernel = jax.custom_jvp(functools.partial(flash.flash_attention, **options))
         by_kernel.defjvp(functools.partial(jax.jvp, by_xla))
-        return by_kernel(queries, written), written
+        return by_kernel(queries, written)
 
     def _attend_alike(
         self, queries: Float[Array, "B T heads H"], written: KeyValue, scoring: Scoring
@@ -218,6 +229,20 @@ class CacheContext(NamedTuple):
         visible = jnp.pad(self.visible, ((0, 0), (0, spare), (0, 0)))
         padded = jnp.pad(queries, ((0, 0), (0, spare), (0, 0), (0, 0)))
         return attention(padded, (Segment(written, visible),), (), scoring)[:, :tokens]
+
+
+class SharedContext(NamedTuple):
+    """Attention of a layer without keys to those of an earlier layer, the block's own included."""
+
+    context: BlockContext | CacheContext  #: What its tokens attend to.
+    written: KeyValue  #: What the earlier layer returned for the same block.
+
+    def attend(
+        self, queries: Float[Array, "B T heads H"], kv: None, scoring: Scoring = Scoring()
+    ) -> tuple[Float[Array, "B T width"], None]:
+        """See :class:`AttentionContext`; there is nothing to keep."""
+        del kv
+        return self.context.read(queries, self.written, scoring), None
 
 
 class RecurrentContext(NamedTuple):
@@ -246,6 +271,8 @@ def empty_cache(
 
 def _empty_layer(mixer: Mixer, batch: int, capacity: int, dtype: DTypeLike) -> LayerCache:
     options: dict[str, Any] = {"batch": batch, "dtype": dtype}
+    if isinstance(mixer, GroupedQuery) and mixer.shares_keys:
+        return NoKeys()
     if isinstance(mixer, GroupedQuery):
         heads = mixer.num_kv_heads
         return KeyValues.allocate(

@@ -25,10 +25,12 @@ from eagle3_jax.models.config import (
     LayerConfig,
     NormKind,
     NormPlaces,
+    key_sources,
 )
 from eagle3_jax.models.context import (
     AttentionContext,
     RecurrentContext,
+    SharedContext,
     attention_contexts,
     empty_cache,
 )
@@ -79,7 +81,7 @@ class Block(nnx.Module):
 
     :data:`~eagle3_jax.models.config.NormPlaces` decides which of the four norms it has, and whether
     MLP and attention have the same input. Without ``input_norm`` the input of attention is ``x``
-    itself.
+    itself. With an ``input_width`` a vector of each token gates one more residual branch.
     """
 
     def __init__(
@@ -111,6 +113,11 @@ class Block(nnx.Module):
         self.mlp_norm = norm("before", "around")
         self.mlp = MLPS[type(config.mlp)](width, config.mlp, **options)
         self.mlp_post_norm = norm("after", "around", eps=post_eps)
+        if config.input_width:
+            self.input_gate = Linear(width, config.input_width, **options)
+            self.input_projection = Linear(config.input_width, width, **options)
+            self.input_norm = RMSNorm(width, norm_eps, norm_kind)
+        self.output_scale = nnx.Param(jnp.ones((1,), jnp.float32)) if config.output_scale else None
 
         self.parallel = config.norms == "parallel"
         self.residual_scale = config.residual_scale
@@ -121,8 +128,12 @@ class Block(nnx.Module):
         x: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
         context: AttentionContext | RecurrentContext,
+        inputs: Float[Array, "B T P"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """Returns the residual stream after the block, and an entry of ``TargetOutput.written``."""
+        """Returns the residual stream after the block, and an entry of ``TargetOutput.written``.
+
+        ``inputs`` are the vectors of the tokens for this layer, if it reads some.
+        """
         normalised = _normalise(self.attention_norm, x)
         attended, written = self.attention(normalised, positions, context)
         attended = _normalise(self.attention_post_norm, attended)
@@ -133,7 +144,14 @@ class Block(nnx.Module):
 
         mlp_input = normalised if self.parallel else _normalise(self.mlp_norm, between)
         mlp_output = _normalise(self.mlp_post_norm, self.mlp(mlp_input))
-        return between + scaled(mlp_output, self.residual_scale), written
+        x = between + scaled(mlp_output, self.residual_scale)
+        if inputs is not None:
+            # GELU is approximated by tanh, as in Gemma.
+            gated = jax.nn.gelu(self.input_gate(x)) * inputs
+            x = x + self.input_norm(self.input_projection(gated))
+        if self.output_scale is not None:
+            x = x * lax.broadcast_to_rank(self.output_scale[...].astype(x.dtype), x.ndim)
+        return x, written
 
 
 def _normalise(norm: RMSNorm | None, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -169,6 +187,11 @@ class Decoder(nnx.Module):
             self.head = Linear(
                 config.width, config.vocab_size, axes=(None, vocab), product=OUTPUT, **options
             )
+        if config.input_width:
+            columns = config.num_layers * config.input_width
+            self.input_embedding = normal_param(rngs, (config.vocab_size, columns), 0.02)
+            self.input_projection = Linear(config.width, columns, **options)
+            self.input_norm = RMSNorm(config.input_width, config.norm_eps, config.norm_kind)
 
     def __call__(
         self,
@@ -193,8 +216,14 @@ class Decoder(nnx.Module):
         # Entry l is the stream that layer l reads. The last two are the output and its norm.
         streams = [x]
         written = []
-        for block, context in zip(self.blocks, contexts, strict=True):
-            x, layer_written = call_cached(block, x, positions, context)
+        inputs = self._inputs(tokens, x)
+        sources = key_sources(self.config.layers)
+        for block, context, source, more in zip(
+            self.blocks, contexts, sources, inputs, strict=True
+        ):
+            if source is not None:
+                context = SharedContext(context, written[source])  # type: ignore[arg-type]
+            x, layer_written = call_cached(block, x, positions, context, *more)
             x = lax.optimization_barrier(x) if self.precision.invariant else keep_stream(x)
             streams.append(x)
             written.append(layer_written)
@@ -206,6 +235,27 @@ class Decoder(nnx.Module):
             jnp.stack([streams[layer] for layer in aux_layers], axis=2) if aux_layers else empty
         )
         return TargetOutput(final=final, features=features, written=tuple(written))
+
+    def _inputs(
+        self, tokens: Int[Array, "B T"], embedded: Float[Array, "B T D"]
+    ) -> list[tuple[Float[Array, "B T P"], ...]]:
+        """Returns for every layer its vectors of the tokens; empty for a model without them.
+
+        They are the mean of a vector from a table and of a projection of the embedding, times √2.
+        """
+        width = self.config.input_width
+        layers = self.config.num_layers
+        if not width:
+            return [()] * layers
+        shape = (*tokens.shape, layers, width)
+
+        # The factor is rounded first, as that of the embedding.
+        looked_up = embed(self.input_embedding[...], tokens, self.precision)
+        looked_up = looked_up * jnp.asarray(width**0.5, looked_up.dtype)
+        projected = scaled(self.input_projection(embedded), self.config.width**-0.5)
+        normed = self.input_norm(projected.reshape(shape))
+        inputs = scaled(normed + looked_up.reshape(shape), 2**-0.5)
+        return [(inputs[:, :, layer],) for layer in range(layers)]
 
     def unembed(self, final: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         """Returns logits in float32, scaled and capped as the configuration has it."""
@@ -279,6 +329,8 @@ class DecoderTarget:
             mixer = layer.mixer
             if not isinstance(mixer, GroupedQuery) or mixer.sinks or mixer.qk_l2_norm:
                 return f"layer {index} has another attention than grouped queries without sinks"
+            if mixer.value_norm or mixer.shares_keys or layer.input_width:
+                return f"layer {index} normalises values, shares keys or reads vectors of tokens"
             if not isinstance(layer.mlp, GatedMLP):
                 return f"layer {index} has {type(layer.mlp).__name__} in place of a dense MLP"
         if self.config.norm_kind == "layer" or self.config.embedding_norm:

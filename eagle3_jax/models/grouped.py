@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ class Projections(NamedTuple):
     """What the tokens of a block attend with."""
 
     queries: Float[Array, "B T heads H"]  #: ``[B T heads H]``.
-    kv: KeyValue  #: Keys and values.
+    kv: KeyValue | None  #: Keys and values; ``None`` if the layer has none.
     #: ``[B T heads·H]``, gates of the attended values; ``None`` if the layer has none.
     gate: Float[Array, "B T width"] | None
 
@@ -35,7 +35,7 @@ class Attention(nnx.Module):
     many small ones. Its columns are ``[C, g + 2, H]``: the ``g`` query heads of a key head, the key
     head, its values. A mesh that divides the key heads therefore divides the product, and nothing
     moves between devices. With an output gate the columns are ``[C, 2 g + 2, H]``, the gates of the
-    query heads last.
+    query heads last. Without values of its own, or keys, a layer has fewer columns.
     """
 
     def __init__(
@@ -52,7 +52,8 @@ class Attention(nnx.Module):
         heads = config.num_heads
         size = config.head_dim
         axis = Axis(HEADS, config.num_kv_heads)
-        columns = (heads * (1 + config.output_gate) + 2 * config.num_kv_heads) * size
+        projected = config.num_projected * config.num_kv_heads
+        columns = (heads * (1 + config.output_gate) + projected) * size
         options = {"precision": precision, "rngs": rngs}
 
         self.qkv = Linear(d_in, columns, axes=(None, axis), bias=config.qkv_bias, **options)
@@ -62,7 +63,8 @@ class Attention(nnx.Module):
                 _norm_of_heads, eps=norm_eps, kind=norm_kind, invariant=precision.invariant
             )
             self.q_norm = norm(config, heads)
-            self.k_norm = norm(config, config.num_kv_heads)
+            if not config.shares_keys:
+                self.k_norm = norm(config, config.num_kv_heads)
 
         if config.sinks:
             self.sinks = nnx.Param(jnp.zeros((heads,), jnp.float32), axes=(axis,))
@@ -71,8 +73,8 @@ class Attention(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "B T D_in"], positions: Int[Array, "B T"], context: AttentionContext
-    ) -> tuple[Float[Array, "B T D"], KeyValue]:
-        """Returns the output ``[B T D]``, and the keys and values for the layer's cache."""
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """Returns the output ``[B T D]``, and the keys and values for the layer's cache, if any."""
         config = self.config
         queries, kv, gate = self.project(x, positions)
         sinks = self.sinks[...] if config.sinks else None
@@ -88,28 +90,41 @@ class Attention(nnx.Module):
         group = config.group
         fused = keep_fused(self.qkv(x)).reshape(*rows, config.num_kv_heads, -1, config.head_dim)
         queries = fused[:, :, :, :group].reshape(*rows, config.num_heads, config.head_dim)
+        end = group + config.num_projected
+        gate = fused[:, :, :, end:].reshape(*rows, -1) if config.output_gate else None
+        if config.shares_keys:
+            (queries,) = self._located(positions, queries)
+            return Projections(queries, None, gate)
+
         keys = fused[:, :, :, group]
-        values = fused[:, :, :, group + 1]
-        gate = fused[:, :, :, group + 2 :].reshape(*rows, -1) if config.output_gate else None
-
-        if config.qk_norm and config.qk_norm_kind == "whole":
-            queries = self.q_norm(queries.reshape(*rows, -1)).reshape(queries.shape)
-            keys = self.k_norm(keys.reshape(*rows, -1)).reshape(keys.shape)
-        elif config.qk_norm:
-            queries = self.q_norm(queries)
-            keys = self.k_norm(keys)
-
-        if config.rope is not None:
-            queries = rotate(queries, positions, config.rope)
-            keys = rotate(keys, positions, config.rope)
-        if config.qk_l2_norm:
-            queries = normalised(queries, self.norm_eps).astype(queries.dtype)
-            keys = normalised(keys, self.norm_eps).astype(keys.dtype)
-        if config.query_scaling is not None:
-            queries = scale_queries(queries, positions, config.query_scaling)
-
+        values = fused[:, :, :, end - 1]
+        if config.value_norm:
+            values = normalised(values, self.norm_eps).astype(values.dtype)
+        queries, keys = self._located(positions, queries, keys)
         kv = KeyValue(jnp.moveaxis(keys, 1, 2), jnp.moveaxis(values, 1, 2))
         return Projections(queries, kv, gate)
+
+    def _located(
+        self, positions: Int[Array, "B T"], *heads: Float[Array, "B T _ H"]
+    ) -> list[Float[Array, "B T _ H"]]:
+        """Returns queries, and keys if they are there, normalised and rotated by position."""
+        config = self.config
+        vectors = list(heads)
+        norms = (getattr(self, "q_norm", None), getattr(self, "k_norm", None))
+        if config.qk_norm and config.qk_norm_kind == "whole":
+            joined = [x.reshape(*x.shape[:2], -1) for x in vectors]
+            normed = [norm(x) for norm, x in zip(norms, joined, strict=False) if norm]
+            vectors = [y.reshape(x.shape) for x, y in zip(vectors, normed, strict=True)]
+        elif config.qk_norm:
+            vectors = [norm(x) for norm, x in zip(norms, vectors, strict=False) if norm]
+
+        if config.rope is not None:
+            vectors = [rotate(x, positions, config.rope) for x in vectors]
+        if config.qk_l2_norm:
+            vectors = [normalised(x, self.norm_eps).astype(x.dtype) for x in vectors]
+        if config.query_scaling is not None:
+            vectors[0] = scale_queries(vectors[0], positions, config.query_scaling)
+        return vectors
 
 
 def _norm_of_heads(

@@ -26,6 +26,8 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, 
     Returns:
         ``[dim/2]`` in float32, and the scale (1 except for yarn and longrope).
     """
+    if config.type == "proportional":
+        return _proportional(config, head_dim), 1.0
     head_dim = int(head_dim * config.partial)
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     inv_freq = (1.0 / np.power(np.float32(config.theta), exponents)).astype(np.float32)
@@ -40,6 +42,15 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, 
     if config.type == "longrope":
         return _longrope(config, original, inv_freq)
     return _yarn(config, original, head_dim, inv_freq)
+
+
+def _proportional(config: RopeConfig, head_dim: int) -> np.ndarray:
+    """Lets the first pairs of all channels rotate, at the frequencies of a complete rotation."""
+    rotating = int(config.partial * head_dim // 2)
+    exponents = np.arange(0, 2 * rotating, 2, dtype=np.float32) / np.float32(head_dim)
+    inv_freq = np.zeros(head_dim // 2, np.float32)
+    inv_freq[:rotating] = 1.0 / np.power(np.float32(config.theta), exponents)
+    return inv_freq / np.float32(config.factor)
 
 
 def _llama3(config: RopeConfig, original: int, inv_freq: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ is exact and slow. Both show here.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -18,7 +19,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 from scipy import special
 
-from eagle3_jax.checks import check_draft, check_rows, checked_state, declares_chain
+from eagle3_jax.checks import (
+    check_draft,
+    check_rows,
+    checked_state,
+    declares_chain,
+    reads_cache,
+)
+from eagle3_jax.checks import propose as propose_with
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
 from eagle3_jax.sampling import row_keys
 from eagle3_jax.testing.frequencies import DETECTED, Evidence
@@ -42,7 +50,7 @@ from eagle3_jax.testing.subject import (
 )
 from eagle3_jax.testing.target import forward, reference_logits, require_greedy_output
 from eagle3_jax.tree import ancestor_mask, causal_mask, depths
-from eagle3_jax.types import Draft, Drafter, Observation, SamplingParams
+from eagle3_jax.types import Draft, Drafter, Observation, SamplingParams, TargetModel
 
 ROWS = 4
 # Tokens of an observation, and of a long text.
@@ -102,10 +110,82 @@ def check_drafter(
         ValueError: ``checks`` names a check that does not exist.
     """
     loaded = drafter if isinstance(drafter, LoadedDrafter) else LoadedDrafter(drafter)
-    subject = Subject(loaded.drafter, loaded.params, target, samples, seed=seed)
+    subject = subject_of(loaded, target, samples, seed=seed)
     return examine(
         f"{class_name(loaded.drafter)} with {target.name}", subject, DRAFTER_CHECKS, checks
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class WithCache:
+    """A drafter that reads the target's cache, next to a cache that it fills from what it observes.
+
+    So it drafts from its state alone, as the checks of other drafters expect it. The parameters are
+    a pair: those of the drafter, and those of the target.
+    """
+
+    drafter: Drafter[Any]
+    model: TargetModel
+
+    @property
+    def num_nodes(self) -> int:
+        """``N``."""
+        return self.drafter.num_nodes
+
+    @property
+    def max_depth(self) -> int:
+        """``G``."""
+        return self.drafter.max_depth
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Target layers whose features it reads."""
+        return self.drafter.aux_layers
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every draft is a chain."""
+        return declares_chain(self.drafter)
+
+    def init(self, params: Any, batch: int, capacity: int) -> Any:
+        """Returns an empty state and an empty cache."""
+        return self.drafter.init(params[0], batch, capacity), self.model.init_cache(batch, capacity)
+
+    def observe(self, params: Any, state: Any, seen: Observation) -> Any:
+        """Runs the target on the tokens as well."""
+        before, cache = state
+        size = seen.tokens.shape[1]
+        positions = cache.length[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+        output = self.model(params[1], seen.tokens, positions, causal_mask(size), cache)
+        after = self.drafter.observe(params[0], before, seen)
+        return after, cache.commit(output.written, seen.length)
+
+    def propose(
+        self, params: Any, state: Any, keys: Key[Array, " B"], sampling: SamplingParams
+    ) -> Draft:
+        """Drafts from both."""
+        before, cache = state
+        draft = propose_with(self.drafter, params[0], before, keys, sampling, cache)
+        return draft if draft.state is None else draft.replace(state=(draft.state, cache))
+
+
+def subject_of(
+    loaded: LoadedDrafter, target: LoadedTarget, samples: int = 32768, *, seed: int = 0
+) -> Subject:
+    """Returns a drafter as the checks run it."""
+    part: Any = loaded.drafter
+    params = loaded.params
+    if reads_cache(part):
+        part = WithCache(part, target.model)
+        params = (params, target.params)
+    return Subject(part, params, target, samples, seed=seed)
+
+
+def loaded_part(subject: Subject) -> LoadedDrafter:
+    """Returns the drafter as the loop runs it."""
+    if isinstance(subject.part, WithCache):
+        return LoadedDrafter(subject.part.drafter, subject.params[0])
+    return LoadedDrafter(subject.part, subject.params)
 
 
 # Inputs, states and drafts
@@ -263,8 +343,8 @@ def _require_equal(draft: HostDraft, expected: HostDraft, condition: str) -> Non
 
 def keeps_the_protocol(subject: Subject) -> str:
     """It is an instance with every member and a stable hash."""
-    require_protocol(subject, "drafter")
-    drafter = subject.part
+    drafter = loaded_part(subject).drafter
+    require_protocol(dataclasses.replace(subject, part=drafter), "drafter")
     shape = "a chain" if declares_chain(drafter) else "a tree"
     return f"{shape} of {drafter.num_nodes} nodes, at most {drafter.max_depth} below the root"
 
@@ -583,7 +663,7 @@ def declares_before_sampling(subject: Subject) -> str:
 def keeps_greedy_output(subject: Subject) -> str:
     """Greedy output on a ragged batch is the target's likeliest token after every token."""
     prompts = _random_prompts(subject, (5, 2, 9, 1))
-    drafter = LoadedDrafter(subject.part, subject.params)
+    drafter = loaded_part(subject)
     stats = require_greedy_output(subject, drafter, prompts, [24, 7, 16, 1], "please report this")
     if stats.num_draft_tokens:
         require_accepted(int(stats.num_accepted_tokens), "output")
@@ -604,9 +684,7 @@ def keeps_the_distribution(subject: Subject) -> str:
         raise NotRun("the target's third and fourth likeliest tokens are too close together")
 
     prompts = [prompt for prompt, _ in pairs] * 512
-    decoder = SpeculativeDecoder(
-        subject.target, LoadedDrafter(subject.part, subject.params), stop_tokens=()
-    )
+    decoder = SpeculativeDecoder(subject.target, loaded_part(subject), stop_tokens=())
     sampling = SamplingParams(temperature=1.0, top_k=TOP)
 
     evidence = Evidence()

@@ -186,7 +186,10 @@ def _count(
         index = _layer_index(names) if layers else None
         # One matrix, the last columns of which give keys and values.
         if "qkv" in names and len(leaf.shape) == 2:
+            mixer = layers[index or 0].mixer
             values = leaf.shape[0] * sum(cached[index or 0].values())
+            # The values of some layers are their keys.
+            values //= 2 if getattr(mixer, "keys_as_values", False) else 1
             counts[index] += {"query_output": leaf.size - values, "key_value": values}
         else:
             axis_names = {axis.name for axis in named_axes if axis}
@@ -234,7 +237,7 @@ def _use(names: list[str], shape: tuple[int, ...], axes: set[str]) -> str:
     if "attention" in names:
         return "key_value"
     # Tables that are looked up; `before` is DSpark's and DFlash2's, `after` DFlash2's.
-    if names[-1] in ("embedding", "before", "after"):
+    if names[-1] in ("embedding", "input_embedding", "before", "after"):
         return "embedding"
     return "routers" if "mlp" in names else "fusion"
 

@@ -29,9 +29,20 @@ from eagle3_jax.load import named_drafter
 from eagle3_jax.topology import DynamicTree
 
 OFFICIAL = Path(__file__).parent.parent / "golden" / "official"
-(EAGLE3, EAGLE31, P_EAGLE, EAGLE1, MTP, MEDUSA, DFLASH, JETSPEC, DSPARK, DFLASH2, DRAFT_MODEL) = (
-    CHECKPOINTS
-)
+(
+    EAGLE3,
+    EAGLE31,
+    P_EAGLE,
+    EAGLE1,
+    MTP,
+    MEDUSA,
+    DFLASH,
+    JETSPEC,
+    DSPARK,
+    DFLASH2,
+    _,
+    DRAFT_MODEL,
+) = CHECKPOINTS
 
 
 @pytest.fixture(scope="module")

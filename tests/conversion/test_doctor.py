@@ -164,6 +164,7 @@ METHOD_CHECKS = {
     "JetSpec head (vllm layout)": ("block", "any K up to 4"),
     "DSpark head (vllm layout)": ("confidence", "a head of its own"),
     "DFlash2 head (vllm layout)": ("selector", "5 candidates for each token"),
+    "Gemma 4 assistant head (huggingface layout)": ("keys", "of target layers 7 (all tokens)"),
     "draft model": ("size", "2 layers of width 32, target 8"),
 }
 

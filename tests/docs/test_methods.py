@@ -12,6 +12,9 @@ from eagle3_jax.conversion.heads import HEADS, LAYOUTS
 from eagle3_jax.files.sources import NAMED
 from eagle3_jax.training.methods import RECIPES
 
+# Published, and not trained here.
+UNTRAINED = ("gemma4-assistant",)
+
 
 @pytest.mark.parametrize("name", HEADS)
 def test_every_kind_of_head_is_complete(name: str) -> None:
@@ -23,7 +26,7 @@ def test_every_kind_of_head_is_complete(name: str) -> None:
     assert any(type(drafter_of(row).drafter) is drafter for row in ALL_DRAFTERS), (
         f"{name} has no row in the contract"
     )
-    assert name in RECIPES, f"{name} cannot be trained"
+    assert name in RECIPES or name in UNTRAINED, f"{name} cannot be trained"
     assert any(path.startswith(kind.label) for path in CHECKPOINTS), f"no tiny checkpoint of {name}"
 
 

@@ -51,6 +51,8 @@ TABLE = {
     "two MTP modules of DeepSeek V3": Recording("deepseek_v3_mtp2", 2, drafter="mtp"),
     "MTP of GLM-4.5": Recording("glm4_moe_mtp1", 1, drafter="mtp"),
     "MTP of Mellum 2": Recording("mellum_mtp1", 1, drafter="mtp"),
+    "Gemma 4's assistant, keys = values": Recording("gemma4_dense", 4),
+    "Gemma 4's assistant, shared keys, clusters": Recording("gemma4_e", 3),
 }
 
 
@@ -133,7 +135,8 @@ def test_every_round_drafts_and_accepts_as_transformers(name: str) -> None:
             assert drafted.candidates[: len(candidates)] == candidates, f"at {length} tokens"
             # At the end upstream does not count matches that are not needed.
             if length + len(candidates) < end:
-                assert drafted.matches == matches, f"at {length} tokens"
+                num_compared = min(drafted.matches, len(candidates))
+                assert num_compared == matches, f"at {length} tokens"
             num_equal += 1
     assert num_equal == sum(len(row["rounds"]) for row in theirs) > 100
 

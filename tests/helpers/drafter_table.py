@@ -103,6 +103,11 @@ ALL_DRAFTERS: dict[str, Callable[[], LoadedDrafter]] = {
     "P-EAGLE chain": lambda: tiny.p_eagle(TARGET, Chain(3), draft_vocab_size=7),
     "P-EAGLE sampled chain": lambda: tiny.p_eagle(TARGET, Chain(3), draft_sampling=PROBABILISTIC),
     "P-EAGLE dynamic tree": lambda: tiny.p_eagle(TARGET, TREE),
+    "Gemma 4's assistant, a chain": lambda: tiny.gemma4(TARGET, Chain(3)),
+    "Gemma 4's assistant, a sampled chain of clusters": lambda: tiny.gemma4(
+        TARGET, Chain(3), draft_sampling=PROBABILISTIC, num_centroids=13, num_clusters=5
+    ),
+    "n-grams, else Gemma 4's assistant": lambda: Fallback.of(RARE, tiny.gemma4(TARGET, TREE)),
     "n-grams, else an EAGLE-3 chain": lambda: Fallback.of(
         RARE, tiny.eagle3(TARGET, Chain(3), draft_vocab_size=7)
     ),

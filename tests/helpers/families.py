@@ -45,6 +45,14 @@ _DELTA = {
     "linear_value_head_dim": 6, "linear_conv_kernel_dim": 4,
     "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
 }  # fmt: skip
+_GEMMA4 = {
+    "head_dim": 12, "global_head_dim": 20, "sliding_window": 5, "final_logit_softcapping": 6.0,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.3, "rope_theta": 1000.0},
+    },
+}  # fmt: skip
 _LLAMA4 = {
     "head_dim": 12, "intermediate_size": 20, "intermediate_size_mlp": 40, "num_local_experts": 4,
     "num_experts_per_tok": 1, "attn_temperature_tuning": True, "floor_scale": 4, "attn_scale": 0.5,
@@ -218,6 +226,23 @@ RECIPES = {
         },
         20,
     ),
+    "gemma4": Recipe(
+        "gemma4_text",
+        {
+            **_GEMMA4, "layer_types": ["sliding_attention", "full_attention"] * 2, "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
+        },
+        0,
+    ),
+    "gemma4, E": Recipe(
+        "gemma4_text",
+        {
+            **_GEMMA4, "layer_types": [*["sliding_attention", "full_attention"] * 2, "full_attention"],
+            "num_hidden_layers": 5, "num_kv_shared_layers": 3, "use_double_wide_mlp": True, "attention_bias": True,
+            "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": VOCAB,
+        },
+        0,
+    ),
     "olmo2": Recipe("olmo2", {"attention_bias": True}, 0),
     "granite": Recipe(
         "granite",
@@ -373,6 +398,18 @@ WRAPPED = {
             "image_token_id": 14, "video_token_id": 95, "out_hidden_size": 64, "projector_hidden_size": 16,
         },
         6,
+    ),
+    "gemma4, images": Recipe(
+        "gemma4",
+        {
+            "text_config": _text("gemma4, E"),
+            "vision_config": {
+                "model_type": "gemma4_vision", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+                "num_key_value_heads": 2, "intermediate_size": 32, "head_dim": 8, "position_embedding_size": 16,
+            },
+            "audio_config": None, "tie_word_embeddings": True,
+        },
+        0,
     ),
 }  # fmt: skip
 

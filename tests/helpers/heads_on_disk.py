@@ -40,6 +40,29 @@ def write_medusa(directory: Path, heads: int = 3) -> Path:
     return write_checkpoint(directory, config, tensors)
 
 
+def write_gemma4_assistant(directory: Path) -> Path:
+    """Writes an assistant of one layer, in transformers' layout, that reads the last target layer."""
+    draw = lambda *shape: np.random.default_rng(4).normal(0, 0.3, shape).astype(np.float32)
+    shapes = {
+        "pre_projection": (16, 64), "post_projection": (32, 16), "model.embed_tokens": (61, 16), "model.norm": (16,),
+    }  # fmt: skip
+    norms = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+    inner = {f"{name}_layernorm": (16,) for name in norms}
+    inner |= {"self_attn.q_proj": (32, 16), "self_attn.q_norm": (8,), "self_attn.o_proj": (16, 32)}
+    inner |= {"mlp.gate_proj": (24, 16), "mlp.up_proj": (24, 16), "mlp.down_proj": (16, 24)}
+    shapes |= {f"model.layers.0.{name}": shape for name, shape in inner.items()}
+    tensors = {f"{name}.weight": draw(*shape) for name, shape in shapes.items()}
+    tensors["model.layers.0.layer_scalar"] = np.ones(1, np.float32)
+    layers = {
+        "model_type": "gemma4_text", "vocab_size": 61, "hidden_size": 16, "intermediate_size": 24,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "global_head_dim": 8, "layer_types": ["full_attention"], "sliding_window": 8,
+        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "max_position_embeddings": 64,
+    }  # fmt: skip
+    config = {"model_type": "gemma4_assistant", "backbone_hidden_size": 32, "text_config": layers}
+    return write_checkpoint(directory, config, tensors)
+
+
 def write_draft_model(directory: Path) -> Path:
     """Writes a draft model of two layers of the target's kind."""
     return write_llama(directory, dataclasses.replace(TARGET, layers=uniform(2, *_PARTS)), seed=5)
@@ -64,6 +87,7 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "JetSpec head (vllm layout)": BlockHead(causal=True).write,
     "DSpark head (vllm layout)": BlockHead(from_anchor=True, rank=4, confidence="markov").write,
     "DFlash2 head (vllm layout)": ConvolvedHead().write,
+    "Gemma 4 assistant head (huggingface layout)": write_gemma4_assistant,
     "draft model": write_draft_model,
 }
 

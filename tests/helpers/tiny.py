@@ -30,6 +30,8 @@ from eagle3_jax.drafters import (
     Eagle1Drafter,
     Eagle3Config,
     Eagle3Drafter,
+    Gemma4AssistantConfig,
+    Gemma4AssistantDrafter,
     MedusaConfig,
     MedusaDrafter,
     MTPConfig,
@@ -38,7 +40,14 @@ from eagle3_jax.drafters import (
     PEagleDrafter,
 )
 from eagle3_jax.loop import LoopParams, Prompts, SpeculativeLoop
-from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, LayerConfig, uniform
+from eagle3_jax.models.config import (
+    DecoderConfig,
+    GatedMLP,
+    GroupedQuery,
+    LayerConfig,
+    grouped,
+    uniform,
+)
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import FLOAT32, Precision
 from eagle3_jax.results import GenerationResult
@@ -256,6 +265,34 @@ def medusa(target: LoadedTarget, topology: Topology | None = None, **options: An
     }
     return _random_drafter(
         target, MedusaDrafter, MedusaConfig, topology, in_order=False, **{**fields, **options}
+    )
+
+
+def gemma4(target: LoadedTarget, topology: Topology | None = None, **options: Any) -> LoadedDrafter:
+    """Returns a random assistant of Gemma 4 that reads the keys of the target's last layer."""
+    depth = target.model.config.num_layers
+    mixer = dataclasses.replace(
+        grouped(target.model.config.layers[-1]), shares_keys=True, qk_norm=True
+    )
+    layer = LayerConfig(mixer=mixer, mlp=GatedMLP(width=24), norms="around", output_scale=True)
+    fields = {
+        "layers": (layer,),
+        "key_layers": (depth - 1,),
+        "num_target_layers": depth,
+        "target_width": target.model.config.width,
+        "hidden_width": 12,
+        "width": None,
+        **options,
+    }
+    clustered = fields.get("num_centroids") is not None
+    return _random_drafter(
+        target,
+        Gemma4AssistantDrafter,
+        Gemma4AssistantConfig,
+        topology,
+        ids_needed=clustered,
+        in_order=False,
+        **fields,
     )
 
 

@@ -29,6 +29,7 @@ from eagle3_jax.testing.drafter import (
     observe,
     sample_observation,
     state_after_prompt,
+    subject_of,
 )
 from eagle3_jax.testing.scripted import FixedTree, RootState
 from eagle3_jax.testing.subject import Subject, repeat_row
@@ -43,8 +44,7 @@ COSTLY = {"greedy output is the target's", DISTRIBUTION}
 
 @functools.cache
 def subject(name: str) -> Subject:
-    loaded = drafter_of(name)
-    return Subject(loaded.drafter, loaded.params, TARGET, samples=4096)
+    return subject_of(drafter_of(name), TARGET, samples=4096)
 
 
 @pytest.mark.parametrize("check", [name for name in DRAFTER_CHECKS if name not in COSTLY])
