@@ -31,7 +31,8 @@ FOLDER = Path(__file__).parent
 LENGTHS = (1, 2, 3, 7, 12, 19, 29, 40)
 NEW_TOKENS = 40
 QWEN = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.0")
-MIMO = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+DEEPSEEK = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+MIMO = (".token_layernorm", ".hidden_layernorm", ".input_proj", ".final_layernorm", "")
 
 
 @dataclasses.dataclass
@@ -57,7 +58,7 @@ class Family:
     config: dict = dataclasses.field(default_factory=dict)  #: The same, outside text_config.
     copies: bool = False  #: Embedding and head are in the module's layer again.
     split: bool = False  #: Experts of the module are stored each on its own.
-    steps: int = 600
+    steps: int = 500
     seed: int = 21
     quiet: float = 0.4  #: How much sub-layers write; less makes the text easier.
 
@@ -141,12 +142,16 @@ def shake(module: nn.Module, seed: int, quiet: float = 1.0) -> None:
                 value.copy_(0.5 * noise - (1.0 if name.endswith("dt_bias") else 0.0))
             elif value.ndim == 1:
                 bias = name.endswith("bias")
-                value.copy_((0.05 if "e_score" in name else 0.1) * noise if bias else value + 0.2 * noise)
+                value.copy_(
+                    (0.05 if "e_score" in name else 0.1) * noise if bias else value + 0.4 * noise
+                )
             elif "embed_tokens" in name:
                 value.copy_(noise)
             else:
                 fan = value.shape[-1] * value.shape[-2] if "conv1d" in name else value.shape[-1]
-                writes = name.endswith(("o_proj.weight", "down_proj.weight", "down_proj", "out_proj.weight"))
+                writes = name.endswith(
+                    ("o_proj.weight", "down_proj.weight", "down_proj", "out_proj.weight")
+                )
                 value.copy_(noise * (quiet if writes else 1.0) / fan**0.5)
     round_off(module)
 
@@ -229,12 +234,12 @@ def save(target: nn.Module, module: Module, family: Family, folder: Path) -> Non
 
 @torch.no_grad()
 def record(
-    target: nn.Module, module: Module, count: int, rules: Rules, folder: Path | None, seed: int = 11
-) -> dict[tuple[int, int], list[int]]:
-    """Decodes the prompts, and writes the rounds into a folder. Returns candidates by prompt and length."""
+    target: nn.Module, module: Module, count: int, rules: Rules, folder: Path
+) -> list[tuple[list[int], list[int]]]:
+    """Decodes the prompts, and writes the rounds into a folder. Returns texts and candidates."""
     vocab = target.config.get_text_config().vocab_size
-    rows, arrays, drafted = [], {}, {}
-    for index, prompt in enumerate(prompts(vocab, seed, LENGTHS, 1)):
+    rows, arrays, drafted = [], {}, []
+    for index, prompt in enumerate(prompts(vocab, 11, LENGTHS, 1)):
         text = prompt[0].tolist()
         end = len(text) + NEW_TOKENS
         greedy = continue_greedily(target, prompt, end + count)
@@ -257,60 +262,124 @@ def record(
                 arrays[f"{index}_{len(rounds)}"] = logits.numpy()
             rounds.append([length, candidates, matches])
             length += matches + 1
-        rows.append({
-            "prompt": text, "greedy": truth[len(text) : end], "smallest_margin": margins[0],
-            "smallest_draft_margin": min(margins[1:]), "rounds": rounds,
-        })
-        drafted |= {(index, entry[0]): entry[1] for entry in rounds}
+        rows.append(
+            {
+                "prompt": text,
+                "greedy": truth[len(text) : end],
+                "smallest_margin": margins[0],
+                "smallest_draft_margin": min(margins[1:]),
+                "rounds": rounds,
+            }
+        )
+        drafted += [(truth[:length], tokens) for length, tokens, _ in rounds]
     counts = [entry[2] for row in rows for entry in row["rounds"]]
-    print(f"rounds {len(counts)}, mean accepted {np.mean(counts):.2f} of {count}, margins",
-          f"{min(row['smallest_margin'] for row in rows):.1e}",
-          f"{min(row['smallest_draft_margin'] for row in rows):.1e}", "distinct tokens",
-          [len(set(row["greedy"])) for row in rows], flush=True)
-    if folder is not None:
-        folder.mkdir(exist_ok=True)
-        upstream = f"a twin in PyTorch: make_twins.py, transformers {hf.__version__}"
-        lines = ",\n".join(json.dumps(row) for row in rows)
-        (folder / "rounds.json").write_text(f'{{"upstream": "{upstream}",\n"prompts": [\n{lines}\n]}}\n')
-        np.savez_compressed(folder / "drafter_logits.npz", **arrays)
+    print(
+        f"rounds {len(counts)}, mean accepted {np.mean(counts):.2f} of {count}, margins",
+        f"{min(row['smallest_margin'] for row in rows):.1e}",
+        f"{min(row['smallest_draft_margin'] for row in rows):.1e}",
+        "distinct tokens",
+        [len(set(row["greedy"])) for row in rows],
+        flush=True,
+    )
+    folder.mkdir(exist_ok=True)
+    upstream = f"a twin in PyTorch: make_twins.py, transformers {hf.__version__}"
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    text = f'{{"upstream": "{upstream}",\n"prompts": [\n{lines}\n]}}\n'
+    (folder / "rounds.json").write_text(text)
+    np.savez_compressed(folder / "drafter_logits.npz", **arrays)
     return drafted
 
 
+# fmt: off
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 RECURRENT = dict(
     hidden_size=48, num_hidden_layers=5, head_dim=16, linear_conv_kernel_dim=4,
     linear_key_head_dim=8, linear_value_head_dim=12, linear_num_key_heads=2,
     linear_num_value_heads=4, max_position_embeddings=256, bos_token_id=None, eos_token_id=None,
-    tie_word_embeddings=False,
     layer_types=["linear_attention", "full_attention", *3 * ["linear_attention"]],
 )
+EXPERTS = dict(
+    num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20,
+    shared_expert_intermediate_size=24,
+)
 QWEN3_5 = dict(
-    RECURRENT, vocab_size=160, intermediate_size=80, num_attention_heads=6, num_key_value_heads=2,
+    RECURRENT, vocab_size=160, num_attention_heads=6, num_key_value_heads=2,
     rope_parameters=ROPE | {"mrope_section": [2, 1, 1], "mrope_interleaved": True},
 )
 PUBLISHED_QWEN3_5 = dict(
     attn_output_gate=True, full_attention_interval=4, mamba_ssm_dtype="float32",
     mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False,
 )
+VISION = dict(
+    depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=4, out_hidden_size=48,
+    num_position_embeddings=4,
+)
+MARKS = {f"{name}_token_id": 155 + place for place, name in enumerate(
+    ("image", "video", "vision_start", "vision_end")
+)}
+GLM = "model.layers.4"
 
 FAMILIES = {
     "qwen3_5_mtp1": Family(
-        lambda: hf.Qwen3_5ForCausalLM(hf.Qwen3_5TextConfig(**QWEN3_5)), qwen3_5, "Qwen3_5", QWEN,
-        text_config=PUBLISHED_QWEN3_5,
+        lambda: hf.Qwen3_5ForCausalLM(hf.Qwen3_5TextConfig(intermediate_size=80, **QWEN3_5)),
+        qwen3_5, "Qwen3_5", QWEN, text_config=PUBLISHED_QWEN3_5,
+    ),
+    "mimo_mtp1": Family(
+        lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(
+            vocab_size=170, hidden_size=48, intermediate_size=80, num_hidden_layers=4,
+            num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=256,
+            rope_parameters={"rope_type": "default", "rope_theta": 640000.0}, eos_token_id=None,
+            bos_token_id=None, use_sliding_window=False, tie_word_embeddings=False,
+        )),
+        qwen2, "Qwen2", tuple(f"model.mtp_layers.0{name}" for name in MIMO),
+        rules=Rules(state_first=True, state_normed=False, zero_first=True), quiet=0.7,
+        config=dict(
+            model_type="mimo", architectures=["MiMoForCausalLM"], num_nextn_predict_layers=1,
+            attention_bias=True, head_dim=8, rope_theta=640000, rope_scaling=None,
+            max_window_layers=4,
+        ),
+    ),
+    "qwen3_next_mtp1": Family(
+        lambda: hf.Qwen3NextForCausalLM(hf.Qwen3NextConfig(
+            **RECURRENT, **EXPERTS, vocab_size=180, intermediate_size=64, num_attention_heads=4,
+            num_key_value_heads=2, rope_parameters=ROPE, mlp_only_layers=[], decoder_sparse_step=1,
+            norm_topk_prob=True, tie_word_embeddings=False,
+        )),
+        qwen3_next, "Qwen3Next", QWEN, split=True, seed=25,
+    ),
+    "glm4_moe_lite_mtp1": Family(
+        lambda: hf.Glm4MoeLiteForCausalLM(hf.Glm4MoeLiteConfig(
+            vocab_size=160, hidden_size=48, intermediate_size=64, moe_intermediate_size=20,
+            num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, n_routed_experts=6,
+            n_shared_experts=1, num_experts_per_tok=2, kv_lora_rank=16, q_lora_rank=24,
+            qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=16, max_position_embeddings=256,
+            bos_token_id=None, eos_token_id=None, tie_word_embeddings=False,
+            rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+        )),
+        glm, "Glm4MoeLite", (*(f"{GLM}.{name}" for name in DEEPSEEK), GLM), copies=True, split=True,
+        config=dict(num_nextn_predict_layers=1, first_k_dense_replace=1, topk_method="noaux_tc"),
+        quiet=0.6,
+    ),
+    "qwen3_5_moe_mtp1": Family(
+        lambda: hf.Qwen3_5MoeForCausalLM(hf.Qwen3_5MoeTextConfig(**QWEN3_5, **EXPERTS)),
+        qwen3_5_moe, "Qwen3_5Moe", QWEN, text_config=PUBLISHED_QWEN3_5,
+    ),
+    "qwen3_5_wrapped_mtp1": Family(
+        lambda: hf.Qwen3_5ForConditionalGeneration(hf.Qwen3_5Config(
+            text_config=dict(QWEN3_5, intermediate_size=80, tie_word_embeddings=True),
+            vision_config=VISION, tie_word_embeddings=True, **MARKS,
+        )),
+        qwen3_5, "Qwen3_5", QWEN, text_config=PUBLISHED_QWEN3_5, seed=31,
     ),
 }
-
-
-def broken(rules: Rules) -> list[tuple[str, Rules]]:
-    """The rules with one of them turned around."""
-    fields = [field.name for field in dataclasses.fields(rules)]
-    return [(f, dataclasses.replace(rules, **{f: not getattr(rules, f)})) for f in fields]
+# fmt: on
 
 
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
     hf.logging.set_verbosity_error()
-    for name in names or FAMILIES:
+    changes = "--changes" in names
+    for name in [name for name in names if name in FAMILIES] or FAMILIES:
         family = FAMILIES[name]
         torch.manual_seed(0)
         target = family.target().eval().float()
@@ -323,10 +392,14 @@ def main(names: list[str]) -> None:
         for count in (1, 3):
             place = FOLDER / name.replace("mtp1", f"mtp{count}")
             drafted = record(target, module, count, family.rules, place)
-            for change, rules in broken(family.rules):
-                others = record(target, module, count, rules, None)
-                differ = sum(drafted[place] != others.get(place) for place in drafted)
-                print(f"  {change}: {differ} of {len(drafted)} rounds")
+            for field in dataclasses.fields(Rules) if changes else ():
+                rules = dataclasses.replace(
+                    family.rules, **{field.name: not getattr(family.rules, field.name)}
+                )
+                others = [draft(target, module, text, count, rules) for text, _ in drafted]
+                pairs = zip(others, drafted, strict=True)
+                differ = sum(logits.argmax(-1).tolist() != tokens for logits, (_, tokens) in pairs)
+                print(f"  other {field.name}: {differ} of {len(drafted)} rounds", flush=True)
         print(name, sum(path.stat().st_size for path in folder.rglob("*.*")), flush=True)
 
 
