@@ -326,8 +326,8 @@ FAMILIES = {
     ),
     "mimo_mtp1": Family(
         lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(
-            vocab_size=170, hidden_size=48, intermediate_size=80, num_hidden_layers=4,
-            num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=256,
+            vocab_size=170, hidden_size=64, intermediate_size=80, num_hidden_layers=4,
+            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256,
             rope_parameters={"rope_type": "default", "rope_theta": 640000.0}, eos_token_id=None,
             bos_token_id=None, use_sliding_window=False, tie_word_embeddings=False,
         )),
@@ -335,7 +335,7 @@ FAMILIES = {
         rules=Rules(state_first=True, state_normed=False, zero_first=True), quiet=0.7,
         config=dict(
             model_type="mimo", architectures=["MiMoForCausalLM"], num_nextn_predict_layers=1,
-            attention_bias=True, head_dim=8, rope_theta=640000, rope_scaling=None,
+            attention_bias=True, head_dim=32, rope_theta=640000, rope_scaling=None,
             max_window_layers=4,
         ),
     ),
