@@ -369,7 +369,7 @@ FAMILIES = {
             text_config=dict(QWEN3_5, intermediate_size=80, tie_word_embeddings=True),
             vision_config=VISION, tie_word_embeddings=True, **MARKS,
         )),
-        qwen3_5, "Qwen3_5", QWEN, text_config=PUBLISHED_QWEN3_5, seed=31,
+        qwen3_5, "Qwen3_5", QWEN, text_config=PUBLISHED_QWEN3_5, seed=31, quiet=1.5,
     ),
 }
 # fmt: on
