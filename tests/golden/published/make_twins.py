@@ -134,9 +134,7 @@ def shake(module: nn.Module, seed: int, quiet: float = 1.0) -> None:
     """Random weights; every norm and bias away from its neutral value."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, value in [*module.named_parameters(), *module.named_buffers()]:
-            if "inv_freq" in name:
-                continue
+        for name, value in module.state_dict().items():
             noise = torch.randn(value.shape, generator=generator)
             if name.endswith(("A_log", "dt_bias")):
                 value.copy_(0.5 * noise - (1.0 if name.endswith("dt_bias") else 0.0))
@@ -157,9 +155,9 @@ def shake(module: nn.Module, seed: int, quiet: float = 1.0) -> None:
 
 
 def round_off(module: nn.Module) -> None:
-    """To values that bfloat16 holds."""
+    """To values that bfloat16 holds; rotary frequencies are in no file and stay."""
     with torch.no_grad():
-        for value in [*module.parameters(), *module.buffers()]:
+        for value in module.state_dict().values():
             value.copy_(value.bfloat16().float())
 
 
@@ -203,28 +201,41 @@ def train(target: nn.Module, module: Module, family: Family) -> None:
 # ------------------------------------------------------------------------------------------ files
 
 
+def stored(family: Family, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns views of a module's parameter, by their names in a file."""
+    part, _, inner = name.partition(".")
+    prefix = family.names[("embedding_norm", "state_norm", "join", "norm", "block").index(part)]
+    if not family.split or not inner.startswith("mlp.experts."):
+        return {f"{prefix}.{inner}": value}
+    kinds = ("down_proj",) if inner.endswith("down_proj") else ("gate_proj", "up_proj")
+    return {
+        f"{prefix}.mlp.experts.{expert}.{kind}.weight": piece
+        for expert, matrix in enumerate(value)
+        for kind, piece in zip(kinds, matrix.chunk(len(kinds)), strict=True)
+    }
+
+
+def load(family: Family, folder: Path) -> tuple[nn.Module, Module]:
+    target = type(family.target()).from_pretrained(folder, dtype=torch.float32).eval()
+    module = Module(target, family).eval()
+    tensors = load_file(folder / "model.safetensors")
+    for name, value in module.state_dict().items():
+        for key, piece in stored(family, name, value).items():
+            piece.copy_(tensors[key])
+    return target, module.requires_grad_(False)
+
+
 def save(target: nn.Module, module: Module, family: Family, folder: Path) -> None:
     target.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
-    places = dict(
-        zip(("embedding_norm", "state_norm", "join", "norm", "block"), family.names, strict=True)
-    )
     for name, value in module.state_dict().items():
-        part, _, inner = name.partition(".")
-        if family.split and inner.startswith("mlp.experts."):
-            kinds = ("down_proj",) if inner.endswith("down_proj") else ("gate_proj", "up_proj")
-            for expert, matrix in enumerate(value):
-                for kind, piece in zip(kinds, matrix.chunk(len(kinds)), strict=True):
-                    tensors[f"{places[part]}.mlp.experts.{expert}.{kind}.weight"] = piece
-        else:
-            tensors[f"{places[part]}.{inner}"] = value
-
+        tensors |= stored(family, name, value)
     if family.copies:
-        tensors[f"{places['block']}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
-        tensors[f"{places['block']}.shared_head.head.weight"] = tensors["lm_head.weight"]
+        tensors[f"{family.names[-1]}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
+        tensors[f"{family.names[-1]}.shared_head.head.weight"] = tensors["lm_head.weight"]
     # Copies, because a file holds no tensor twice.
-    stored = {name: value.bfloat16().clone() for name, value in tensors.items()}
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    tensors = {name: value.bfloat16().clone() for name, value in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     config = json.loads((folder / "config.json").read_text())
     config.get("text_config", config).update(family.text_config)
@@ -364,13 +375,6 @@ FAMILIES = {
         lambda: hf.Qwen3_5MoeForCausalLM(hf.Qwen3_5MoeTextConfig(**QWEN3_5, **EXPERTS)),
         qwen3_5_moe, "Qwen3_5Moe", QWEN, text_config=PUBLISHED_QWEN3_5,
     ),
-    "qwen3_5_wrapped_mtp1": Family(
-        lambda: hf.Qwen3_5ForConditionalGeneration(hf.Qwen3_5Config(
-            text_config=dict(QWEN3_5, intermediate_size=80, tie_word_embeddings=True),
-            vision_config=VISION, tie_word_embeddings=True, **MARKS,
-        )),
-        qwen3_5, "Qwen3_5", QWEN, text_config=PUBLISHED_QWEN3_5, seed=31, quiet=1.5,
-    ),
 }
 # fmt: on
 
@@ -378,21 +382,22 @@ FAMILIES = {
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
     hf.logging.set_verbosity_error()
-    changes = "--changes" in names
     for name in [name for name in names if name in FAMILIES] or FAMILIES:
         family = FAMILIES[name]
-        torch.manual_seed(0)
-        target = family.target().eval().float()
-        shake(target, family.seed, family.quiet)
-        module = Module(target, family).eval()
-        shake(module, family.seed + 1)
-        train(target, module, family)
         folder = FOLDER / name
-        save(target, module, family, folder / "target")
+        if "--train" in names:
+            target = family.target().eval().float()
+            shake(target, family.seed, family.quiet)
+            module = Module(target, family).eval()
+            shake(module, family.seed + 1)
+            train(target, module, family)
+            save(target, module, family, folder / "target")
+
+        target, module = load(family, folder / "target")
         for count in (1, 3):
             place = FOLDER / name.replace("mtp1", f"mtp{count}")
             drafted = record(target, module, count, family.rules, place)
-            for field in dataclasses.fields(Rules) if changes else ():
+            for field in dataclasses.fields(Rules) if "--changes" in names else ():
                 rules = dataclasses.replace(
                     family.rules, **{field.name: not getattr(family.rules, field.name)}
                 )
@@ -400,7 +405,6 @@ def main(names: list[str]) -> None:
                 pairs = zip(others, drafted, strict=True)
                 differ = sum(logits.argmax(-1).tolist() != tokens for logits, (_, tokens) in pairs)
                 print(f"  other {field.name}: {differ} of {len(drafted)} rounds", flush=True)
-        print(name, sum(path.stat().st_size for path in folder.rglob("*.*")), flush=True)
 
 
 if __name__ == "__main__":
