@@ -318,7 +318,7 @@ QWEN3_5 = dict(
     rope_parameters=ROPE | {"mrope_section": [2, 1, 1], "mrope_interleaved": True},
 )
 PUBLISHED_QWEN3_5 = dict(
-    attn_output_gate=True, full_attention_interval=4, mamba_ssm_dtype="float32",
+    attn_output_gate=True, mamba_ssm_dtype="float32",
     mtp_num_hidden_layers=1, mtp_use_dedicated_embeddings=False,
 )
 VISION = dict(
@@ -379,6 +379,20 @@ FAMILIES = {
 # fmt: on
 
 
+def wrap(folder: Path, wrapped: Path) -> None:
+    """Writes a text model in the layout of a model with images, which decodes the same."""
+    text = hf.Qwen3_5TextConfig.from_pretrained(folder)
+    config = hf.Qwen3_5Config(text_config=text.to_dict(), vision_config=VISION, **MARKS)
+    model = hf.Qwen3_5ForConditionalGeneration(config)
+    shake(model.model.visual, seed=3)
+    model.save_pretrained(wrapped)
+    images = load_file(wrapped / "model.safetensors").items()
+    tensors = {name: value.bfloat16() for name, value in images if ".visual." in name}
+    for name, value in load_file(folder / "model.safetensors").items():
+        tensors[name.replace("model.", "model.language_model.", name.startswith("model."))] = value
+    save_file(tensors, wrapped / "model.safetensors", metadata={"format": "pt"})
+
+
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
     hf.logging.set_verbosity_error()
@@ -393,6 +407,8 @@ def main(names: list[str]) -> None:
             train(target, module, family)
             save(target, module, family, folder / "target")
 
+        if name == "qwen3_5_mtp1":
+            wrap(folder / "target", FOLDER / "qwen3_5_wrapped" / "target")
         target, module = load(family, folder / "target")
         for count in (1, 3):
             place = FOLDER / name.replace("mtp1", f"mtp{count}")
