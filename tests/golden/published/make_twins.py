@@ -249,7 +249,9 @@ def record(
 ) -> list[tuple[list[int], list[int]]]:
     """Decodes the prompts, and writes the rounds into a folder. Returns texts and candidates."""
     vocab = target.config.get_text_config().vocab_size
-    rows, arrays, drafted = [], {}, []
+    rows: list[dict] = []
+    arrays: dict[str, np.ndarray] = {}
+    drafted: list[tuple[list[int], list[int]]] = []
     for index, prompt in enumerate(prompts(vocab, 11, LENGTHS, 1)):
         text = prompt[0].tolist()
         end = len(text) + NEW_TOKENS
