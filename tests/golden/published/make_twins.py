@@ -327,7 +327,7 @@ VISION = dict(
     depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=4, out_hidden_size=48,
     num_position_embeddings=4,
 )
-MARKS = {f"{name}_token_id": 155 + place for place, name in enumerate(
+MARKS = {f"{name}_token_id": 155 + number for number, name in enumerate(
     ("image", "video", "vision_start", "vision_end")
 )}
 GLM = "model.layers.4"
@@ -413,8 +413,8 @@ def main(names: list[str]) -> None:
             wrap(folder / "target", FOLDER / "qwen3_5_wrapped" / "target")
         target, module = load(family, folder / "target")
         for count in (1, 3):
-            place = FOLDER / name.replace("mtp1", f"mtp{count}")
-            drafted = record(target, module, count, family.rules, place)
+            recording = FOLDER / name.replace("mtp1", f"mtp{count}")
+            drafted = record(target, module, count, family.rules, recording)
             for field in dataclasses.fields(Rules) if "--changes" in names else ():
                 rules = dataclasses.replace(
                     family.rules, **{field.name: not getattr(family.rules, field.name)}
