@@ -28,7 +28,9 @@ from eagle3_jax.conversion.heads import HEADS, HeadCheckpoint
 from eagle3_jax.conversion.heads.head import HeadKind, check_fit
 from eagle3_jax.conversion.hf_config import stack_fields
 from eagle3_jax.conversion.quantised import read_quantised
-from eagle3_jax.conversion.reading import Opened, head_of, recognise
+from eagle3_jax.conversion.heads.mtp import modules_config
+from eagle3_jax.conversion.native import TARGET
+from eagle3_jax.conversion.reading import Opened, head_of, modules_of, recognise
 from eagle3_jax.conversion.targets import EVEN_WIDTHS, read_target
 from eagle3_jax.conversion.tensors import Signs, Stored
 from eagle3_jax.drafters.draft_model import draft_model
@@ -217,15 +219,19 @@ def _draft_model(row: Mapping[str, Any], label: str) -> Answer:
 
 def _inside(target_model: Mapping[str, Any], target: DecoderConfig | None) -> Answer:
     """Reads the modules for multi-token prediction in the files of a target."""
-    stored = Stored(Path(target_model["name"]), target_model["config"], {})
+    stored = Stored(Path(target_model["name"]), target_model["config"], tensors_of(target_model))
+    kind = HEADS["mtp"]
     depth = str(stored.fields.get("num_hidden_layers"))
     module = re.compile(rf"(model\.)?(mtp|layers\.{depth}\.)|model\.mtp_layers\.")
-    tensors = {
-        name: array for name, array in tensors_of(target_model).items() if module.match(name)
-    }
-    if tensors:
-        return _read_head(stored._replace(tensors=tensors), "mtp", target)
-    return _planned_head(stored.fields, HEADS["mtp"], target)
+    if any(map(module.match, stored.tensors)):
+        head = modules_of(Opened(stored.directory, TARGET, stored), target)
+        return Answer(READ, kind.title(head.config), _head_layouts(head), head.note)
+
+    family, fields, _ = described(stored.fields)
+    config = modules_config(fields, family)
+    if config is None:
+        raise CheckpointError(f"{target_model['name']}: no MTP module is read for {family.label}")
+    return Answer(CONFIGURATION, kind.title(config), "jax")
 
 
 def _head(

@@ -38,6 +38,15 @@ class Recording(NamedTuple):
     to: str = ""  #: The layout that the drafter is written in before it is loaded.
 
 
+# Modules that transformers does not run: a twin in PyTorch drafted. Three tokens a round are drafted
+# by feeding back.
+TWINS = {
+    "qwen3_5": "MTP of Qwen3.5",
+    "qwen3_5_moe": "MTP of Qwen3.5-MoE",
+    "qwen3_next": "MTP of Qwen3-Next",
+    "mimo": "MTP of MiMo",
+    "glm4_moe_lite": "MTP of GLM-4.7-Flash",
+}
 TABLE = {
     "DFlash2": Recording("dflash2_qwen3", 5, target="dflash_qwen3"),
     "DFlash, Muse Glimmer": Recording("dflash_muse_glimmer", 4),
@@ -51,6 +60,16 @@ TABLE = {
     "two MTP modules of DeepSeek V3": Recording("deepseek_v3_mtp2", 2, drafter="mtp"),
     "MTP of GLM-4.5": Recording("glm4_moe_mtp1", 1, drafter="mtp"),
     "MTP of Mellum 2": Recording("mellum_mtp1", 1, drafter="mtp"),
+    **{
+        f"{label}, {count} a round": Recording(
+            f"{name}_mtp{count}", count, drafter="mtp", target=f"{name}_mtp1"
+        )
+        for name, label in TWINS.items()
+        for count in (1, 3)
+    },
+    "MTP of Qwen3.5 with images": Recording(
+        "qwen3_5_mtp1", 1, drafter="mtp", target="qwen3_5_wrapped"
+    ),
     "Gemma 4's assistant, keys = values": Recording("gemma4_dense", 4),
     "Gemma 4's assistant, shared keys, clusters": Recording("gemma4_e", 3),
 }
