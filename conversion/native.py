@@ -40,7 +40,7 @@ from eagle3_jax.models.config import (
 )
 from eagle3_jax.models.decoder import DecoderTarget
 
-FORMAT = 3
+FORMAT = 4
 # Arrays of this many bytes are written together, and are in memory at a time.
 GROUP_BYTES = 2**28
 # Orbax copies a chunk to write or read it.

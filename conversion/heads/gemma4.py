@@ -59,6 +59,14 @@ _COMMON = {
     "pad_token_id",
     "use_cache",
     "_name_or_path",
+    "chunk_size_feed_forward",
+    "id2label",
+    "is_encoder_decoder",
+    "label2id",
+    "output_attentions",
+    "output_hidden_states",
+    "problem_type",
+    "return_dict",
 }
 _TOP = {
     "text_config",
@@ -67,6 +75,14 @@ _TOP = {
     "num_centroids",
     "centroid_intermediate_top_k",
     "tie_word_embeddings",
+    # Tokens of images and sounds, for which the target's keys are read like all others.
+    "audio_token_id",
+    "boa_token_id",
+    "boi_token_id",
+    "eoa_token_id",
+    "eoi_token_id",
+    "image_token_id",
+    "video_token_id",
 } | _COMMON
 _TEXT = {
     "vocab_size",

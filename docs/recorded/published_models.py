@@ -26,10 +26,10 @@ from eagle3_jax.conversion.families import Family, described
 from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.conversion.heads import HEADS, HeadCheckpoint
 from eagle3_jax.conversion.heads.head import HeadKind, check_fit
-from eagle3_jax.conversion.hf_config import stack_fields
-from eagle3_jax.conversion.quantised import read_quantised
 from eagle3_jax.conversion.heads.mtp import modules_config
+from eagle3_jax.conversion.hf_config import stack_fields
 from eagle3_jax.conversion.native import TARGET
+from eagle3_jax.conversion.quantised import read_quantised
 from eagle3_jax.conversion.reading import Opened, head_of, modules_of, recognise
 from eagle3_jax.conversion.targets import EVEN_WIDTHS, read_target
 from eagle3_jax.conversion.tensors import Signs, Stored
@@ -99,8 +99,12 @@ def _numbers(ranges: str) -> list[int]:
     return [number for pair in bounds for number in range(int(pair[0]), int(pair[-1]) + 1)]
 
 
+# The tokens of Gemma 4's assistants by centroid.
+_ORDERING = "masked_embedding.token_ordering"
+
+
 def tensors_of(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the tensors of a model, all zero; its draft vocabulary is the first tokens."""
+    """Returns the tensors of a model, all zero; lists of tokens are in order."""
     tensors: dict[str, Any] = {
         name: np.broadcast_to(np.zeros((), _DTYPES[dtype]), shape)
         for pattern, (dtype, shape) in model.get("tensors", {}).items()
@@ -108,6 +112,8 @@ def tensors_of(model: Mapping[str, Any]) -> dict[str, Any]:
     }
     if "t2d" in tensors:
         tensors["t2d"] = np.arange(tensors["t2d"].size) < tensors["d2t"].size
+    if _ORDERING in tensors:
+        tensors[_ORDERING] = np.arange(tensors[_ORDERING].size)
     return tensors
 
 

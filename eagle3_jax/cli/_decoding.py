@@ -153,7 +153,7 @@ def open_decoder(
         if not length:
             head = None
         # A drafter with another default keeps it, such as several MTP modules.
-        elif length != default_draft_length() == drafter.max_depth:
+        elif drafter is not None and length != default_draft_length() == drafter.max_depth:
             options["num_speculative_tokens"] = length
 
     verifier = read_verifier(draft.verifier)

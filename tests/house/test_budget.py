@@ -1,7 +1,7 @@
 """The code stays readable: limits on its size, and on what a statement holds.
 
-They fall with every change, except one that adds a capability, as the server, certificates and the
-oracle did.
+They fall with every change, except one that adds a capability, as the server, certificates, the
+oracle and the files of what is downloaded most (0.5) did.
 
 The weight of a statement is its number of expression nodes, without annotations. So neither line
 lengths nor types change it, and splitting a statement hardly changes the total. A packing assigns
@@ -50,13 +50,13 @@ class Counts(NamedTuple):
 
 
 LIMITS = {
-    "eagle3_jax": Counts(79_150, 8, 0, 0),
-    "conversion": Counts(18_060, 7, 0, 0),
-    "validation": Counts(23_400, 8, 0, 0),
-    "tests": Counts(98_120, 9, 0, 0),
+    "eagle3_jax": Counts(83_300, 8, 0, 0),
+    "conversion": Counts(24_400, 7, 0, 0),
+    "validation": Counts(23_420, 8, 0, 0),
+    "tests": Counts(107_600, 9, 0, 0),
     "notebooks": Counts(13_800, 9, 0, 0),
-    "examples": Counts(12_300, 8, 0, 0),
-    "docs": Counts(6_260, 10, 0, 0),
+    "examples": Counts(12_940, 8, 0, 0),
+    "docs": Counts(7_280, 10, 0, 0),
 }
 
 
@@ -138,7 +138,7 @@ def test_the_algorithm_is_read_in_nine_files() -> None:
     check(
         "the reading path",
         Reader(files).counts,
-        Counts(weight=4_490, median_weight=8, packings=0, vague_names=0),
+        Counts(weight=4_520, median_weight=8, packings=0, vague_names=0),
     )
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     places = [readme.index(f"`{name.split('/')[-1]}.py`") for name in READING_PATH]
