@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 import tiny
 from checkpoints import edit_config, edit_tensors
-from exact_distributions import CHAIN, distribution_of_the_code
+from declared_distributions import Declared, Prefix
+from exact_distributions import CHAIN
 from oracle import Tree
 from scipy import special
 
@@ -36,11 +35,7 @@ pytestmark = pytest.mark.core
 
 PUBLISHED = Path(__file__).parent.parent / "golden" / "published"
 NAMES = ("gemma4_dense", "gemma4_e")
-PROMPT = (1, 2, 0)
-HORIZON = 3
 SAMPLING = e3.SamplingParams(temperature=1.0)
-Prefix = tuple[int, ...]
-Drafts = Callable[[Prefix], Iterator[tuple[Fraction, Tree]]]
 
 
 @functools.cache
@@ -53,99 +48,27 @@ def drafter_of(name: str) -> e3.LoadedDrafter:
     return e3.load_drafter(PUBLISHED / name / "drafter", target=target_of(name))
 
 
-def fractions(weights: np.ndarray) -> list[Fraction]:
-    exact = [Fraction(float(weight)) for weight in weights]
-    return [weight / sum(exact) for weight in exact]
-
-
 @functools.cache
-def distributions() -> tuple[
-    Callable[[Prefix], list[Fraction]], dict[Prefix, dict[Prefix, list[Fraction]]]
-]:
-    """Returns the target's distributions, and for every prefix the assistant's after drafted tokens."""
+def declared() -> Declared:
+    """Returns the distributions of clusters of one token, of which two are computed."""
     target = tiny.target(3)
-    # Clusters of one token, of which two are computed.
-    loaded = tiny.gemma4(
-        target, Chain(2), draft_sampling="probabilistic", num_centroids=3, num_clusters=2
-    )
-    prefixes = [
-        text for size in range(HORIZON) for text in itertools.product(range(3), repeat=size)
-    ]
-
-    texts = np.array([(*PROMPT, *text) for text in itertools.product(range(3), repeat=HORIZON + 1)])
-    logits, _ = tiny.forward(target.model, target.params, jnp.asarray(texts, jnp.int32))
-    probs = special.softmax(np.asarray(logits, np.float64), axis=-1)
-    p = {}
-    for text, rows in zip(texts.tolist(), probs, strict=True):
-        for size in range(HORIZON + 2):
-            p[tuple(text[3 : 3 + size])] = fractions(rows[2 + size])
-
-    # Many keys for every prefix, so that every first token is drafted.
-    keys_each = 64
-    rows = [prefix for prefix in prefixes for _ in range(keys_each)]
-    part = WithCache(loaded.drafter, target.model)
-    params = (loaded.params, target.params)
-    known = tiny.padded([(*PROMPT, *prefix)[:-1] for prefix in rows], 8)
-    length = np.array([len(prefix) + 2 for prefix in rows], np.int32)
-    positions = jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32), known.shape)
-
-    @jax.jit
-    def drafted(params: Any) -> e3.Draft:
-        output = target.model(
-            params[1],
-            jnp.asarray(known),
-            positions,
-            tiny.causal_mask(8),
-            aux_layers=part.aux_layers,
-        )
-        roots = [(*PROMPT, *prefix)[-1] for prefix in rows]
-        seen = tiny.seen_of(known, output.features, length, roots)
-        state = part.observe(params, part.init(params, len(rows), 16), seen)
-        keys = row_keys(0, len(rows))
-        # At a high temperature, so that every token is drafted; any honest distribution is exact.
-        high = tiny.per_row(e3.SamplingParams(temperature=4.0), len(rows))
-        return part.propose(params, state, keys, high)
-
-    draft = drafted(params)
-    tokens, declared = np.asarray(draft.tokens), np.asarray(draft.probs)
-    q: dict[Prefix, dict[Prefix, list[Fraction]]] = {prefix: {} for prefix in prefixes}
-    for row, prefix in enumerate(rows):
-        q[prefix][()] = fractions(declared[row, 1])
-        q[prefix][int(tokens[row, 1]),] = fractions(declared[row, 2])
-    assert all(len(after) == 4 for after in q.values())
-    return p.__getitem__, q
-
-
-def sampled(prefix: Prefix) -> Iterator[tuple[Fraction, Tree]]:
-    """Tokens sampled from what is declared."""
-    q = distributions()[1][prefix]
-    for first, second in itertools.product(range(3), repeat=2):
-        declared = [[Fraction(0)] * 3, q[()], q[first,]]
-        yield (
-            declared[1][first] * declared[2][second],
-            Tree((0, first, second), CHAIN, declared, [True] * 3),
-        )
+    sampling = {"draft_sampling": "probabilistic"}
+    loaded = tiny.gemma4(target, Chain(2), num_centroids=3, num_clusters=2, **sampling)
+    return Declared(target, loaded)
 
 
 def likeliest(prefix: Prefix) -> Iterator[tuple[Fraction, Tree]]:
     """The likeliest tokens, declared as if they were sampled: transformers' issue 47932."""
-    q = distributions()[1][prefix]
+    q = declared().q[prefix]
     first = int(np.argmax(q[()]))
-    declared = [[Fraction(0)] * 3, q[()], q[first,]]
-    second = int(np.argmax(declared[2]))
-    yield Fraction(1), Tree((0, first, second), CHAIN, declared, [True] * 3)
-
-
-def distance(drafts: Drafts) -> float:
-    """Returns the distance of the output from the target's, by enumeration of every decision."""
-    p = distributions()[0]
-    emitted = oracle.distribution_of_rounds(distribution_of_the_code(p, drafts, HORIZON), HORIZON)
-    return float(oracle.total_variation(emitted, oracle.autoregressive_distribution(p, HORIZON)))
+    rows = [[Fraction(0)] * 3, q[()], q[first,]]
+    second = int(np.argmax(rows[2]))
+    yield Fraction(1), Tree((0, first, second), CHAIN, rows, [True] * 3)
 
 
 def test_sampled_output_has_the_targets_distribution_and_that_of_transformers_has_not() -> None:
-    assert distance(sampled) < 1e-6
-    assert distance(likeliest) > 0.02
+    assert declared().distance(declared().sampled) < 1e-6
+    assert declared().distance(likeliest) > 0.02
 
 
 def test_the_likeliest_token_declared_as_sampled_changes_what_recorded_models_write() -> None:

@@ -33,7 +33,8 @@ LATENT = (
 RARE = NGram(2, min_ngram=2)
 
 
-def _latent(count: int) -> tuple[LayerConfig, ...]:
+def latent_layers(count: int) -> tuple[LayerConfig, ...]:
+    """Returns layers of latent attention with a dense MLP."""
     mixer = Latent(num_heads=4, q_rank=6, kv_rank=8, nope_dim=4, rope_dim=4, value_dim=3)
     return uniform(count, mixer, GatedMLP(width=24))
 
@@ -94,12 +95,12 @@ ALL_DRAFTERS: dict[str, Callable[[], LoadedDrafter]] = {
     "EAGLE-3 of latents, sampled chain": lambda: tiny.eagle3(
         TARGET,
         Chain(3),
-        layers=_latent(2),
+        layers=latent_layers(2),
         norm_output=True,
         draft_vocab_size=7,
         draft_sampling=PROBABILISTIC,
     ),
-    "EAGLE-3 of latents, dynamic tree": lambda: tiny.eagle3(TARGET, TREE, layers=_latent(1)),
+    "EAGLE-3 of latents, dynamic tree": lambda: tiny.eagle3(TARGET, TREE, layers=latent_layers(1)),
     "P-EAGLE chain": lambda: tiny.p_eagle(TARGET, Chain(3), draft_vocab_size=7),
     "P-EAGLE sampled chain": lambda: tiny.p_eagle(TARGET, Chain(3), draft_sampling=PROBABILISTIC),
     "P-EAGLE dynamic tree": lambda: tiny.p_eagle(TARGET, TREE),
