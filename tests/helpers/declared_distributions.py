@@ -23,7 +23,7 @@ from eagle3_jax.testing.drafter import WithCache
 PROMPT = (1, 2, 0)
 HORIZON = 3
 # Many keys for every prefix, so that every first token is drafted.
-KEYS = 64
+KEYS = 256
 Prefix = tuple[int, ...]
 Drafts = Callable[[Prefix], Iterator[tuple[Fraction, Tree]]]
 
