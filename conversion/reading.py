@@ -209,7 +209,7 @@ def note_of_modules(opened: Opened) -> str:
         return ""
     count = len(language_model(opened.stored).modules)
     plural = "s" if count > 1 else ""
-    return f"it holds {count} MTP module{plural}, which draft as --drafter mtp" if count else ""
+    return f"it holds {count} MTP module{plural} (--drafter mtp, for itself)" if count else ""
 
 
 def _refuse_layer_ids(layer_ids: str | None, reason: str) -> None:

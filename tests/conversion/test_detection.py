@@ -20,7 +20,20 @@ from checkpoints import (
     write_checkpoint,
     write_llama,
 )
-from heads_on_disk import CHECKPOINTS
+from heads_on_disk import (
+    ASSISTANT,
+    CHECKPOINTS,
+    DFLASH,
+    DFLASH2,
+    DRAFT_MODEL,
+    DSPARK,
+    EAGLE1,
+    EAGLE3,
+    JETSPEC,
+    MEDUSA,
+    MTP_HEAD,
+    P_EAGLE,
+)
 
 from eagle3_jax import LoadedTarget, SpeculativeDecoder, conversion, load_drafter, load_target
 from eagle3_jax.conversion import CheckpointError
@@ -29,20 +42,6 @@ from eagle3_jax.load import named_drafter
 from eagle3_jax.topology import DynamicTree
 
 OFFICIAL = Path(__file__).parent.parent / "golden" / "official"
-(
-    EAGLE3,
-    EAGLE31,
-    P_EAGLE,
-    EAGLE1,
-    MTP,
-    MEDUSA,
-    DFLASH,
-    JETSPEC,
-    DSPARK,
-    DFLASH2,
-    _,
-    DRAFT_MODEL,
-) = CHECKPOINTS
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +61,10 @@ def test_a_loaded_drafter_is_described_by_its_method(
     directory = CHECKPOINTS[name](tmp_path / "drafter")
     decoder = SpeculativeDecoder(target, load_drafter(directory, target=target))
     # All rows of a block, all heads of Medusa, or the default.
-    length = {DFLASH: 4, JETSPEC: 4, DSPARK: 5, DFLASH2: 4}.get(name, 3)
+    length = {DFLASH: 4, ASSISTANT: 4, JETSPEC: 4, DSPARK: 5, DFLASH2: 4}.get(name, 3)
     assert decoder.method == f"{name}, chain K={length}, greedy draft sampling"
     assert re.fullmatch(
-        "every row sees its whole block.*" if name in (DFLASH, DSPARK, DFLASH2) else "",
+        "every row sees its whole block.*" if name in (DFLASH, ASSISTANT, DSPARK, DFLASH2) else "",
         decoder.drafter.note,
     )
 
@@ -117,7 +116,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any], str]] = {
         EAGLE3, BLOCK, "named as those of EAGLE-3 heads are, .* describes DFlash"
     ),
     "MTP as Medusa": (
-        MTP,
+        MTP_HEAD,
         {"medusa_num_heads": 3, "medusa_num_layers": 1},
         "named as those of MTP heads are, .* describes Medusa",
     ),

@@ -41,8 +41,8 @@ def test_the_targets_own_directory_and_a_name_give_its_modules(tmp_path: Path) -
     # Elsewhere they are those of another target, however equal the files are.
     elsewhere = load_drafter(copied(GLM, tmp_path / "glm"), target=target)
     assert isinstance(elsewhere.drafter, DraftModel)
-    assert elsewhere.note.startswith("it holds 1 MTP module, which draft")
-    assert "2 MTP modules, which draft as --drafter mtp" in conversion.describe(DEEPSEEK).note
+    assert elsewhere.note.startswith("it holds 1 MTP module (--drafter mtp, for itself)")
+    assert "2 MTP modules (--drafter mtp, for itself)" in conversion.describe(DEEPSEEK).note
 
 
 def test_a_target_without_files_or_modules_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -70,25 +70,34 @@ def write_draft_model(directory: Path) -> Path:
 
 _PARTS = (TARGET.layers[0].mixer, TARGET.layers[0].mlp)
 
-# By what they are called where they are found.
+# They are called as they are where they are found.
+EAGLE3 = "EAGLE-3 head (eagle layout)"
+EAGLE31 = "EAGLE-3.1 head (vllm layout)"
+P_EAGLE = "P-EAGLE head (sglang layout)"
+EAGLE1 = "EAGLE-1/2 head (eagle layout)"
+MTP_HEAD = "MTP head (deepseek layout)"
+MEDUSA = "Medusa head (vllm layout)"
+DFLASH = "DFlash head (vllm layout)"
+ASSISTANT = "DFlash head (transformers layout)"
+JETSPEC = "JetSpec head (vllm layout)"
+DSPARK = "DSpark head (vllm layout)"
+DFLASH2 = "DFlash2 head (vllm layout)"
+GEMMA4 = "Gemma 4 assistant head (huggingface layout)"
+DRAFT_MODEL = "draft model"
 CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
-    "EAGLE-3 head (eagle layout)": Head().write,
-    "EAGLE-3.1 head (vllm layout)": lambda path: _as_vllm(
-        Head(fc_norm=True, norm_output=True).write(path, "sglang")
-    ),
-    "P-EAGLE head (sglang layout)": write_p_eagle,
-    "EAGLE-1/2 head (eagle layout)": Eagle1().write,
-    "MTP head (deepseek layout)": MTP().write,
-    "Medusa head (vllm layout)": write_medusa,
-    "DFlash head (vllm layout)": BlockHead().write,
-    "DFlash head (transformers layout)": functools.partial(
-        BlockHead(windows=(True, False)).write, dialect="transformers"
-    ),
-    "JetSpec head (vllm layout)": BlockHead(causal=True).write,
-    "DSpark head (vllm layout)": BlockHead(from_anchor=True, rank=4, confidence="markov").write,
-    "DFlash2 head (vllm layout)": ConvolvedHead().write,
-    "Gemma 4 assistant head (huggingface layout)": write_gemma4_assistant,
-    "draft model": write_draft_model,
+    EAGLE3: Head().write,
+    EAGLE31: lambda path: _as_vllm(Head(fc_norm=True, norm_output=True).write(path, "sglang")),
+    P_EAGLE: write_p_eagle,
+    EAGLE1: Eagle1().write,
+    MTP_HEAD: MTP().write,
+    MEDUSA: write_medusa,
+    DFLASH: BlockHead().write,
+    ASSISTANT: functools.partial(BlockHead(windows=(True, False)).write, dialect="transformers"),
+    JETSPEC: BlockHead(causal=True).write,
+    DSPARK: BlockHead(from_anchor=True, rank=4, confidence="markov").write,
+    DFLASH2: ConvolvedHead().write,
+    GEMMA4: write_gemma4_assistant,
+    DRAFT_MODEL: write_draft_model,
 }
 
 
