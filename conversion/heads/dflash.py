@@ -257,6 +257,11 @@ def read_config(
     )
     draft_vocab_size = fields.size("draft_vocab_size", stack["vocab_size"])
     is_reduced = draft_vocab_size < stack["vocab_size"]
+    aux_layers = _aux_layers(fields)
+    # transformers gives the normed state in place of what leaves the target's last layer.
+    normed_last = is_assistant and target is not None and aux_layers[-1:] == (target.num_layers,)
+    if normed_last:
+        aux_layers = (*aux_layers[:-1], aux_layers[-1] + 1)
     with read_from(top.where):
         markov = Markov(rank=rank, type=markov_type) if rank else None
         return DFlashConfig(
@@ -264,7 +269,8 @@ def read_config(
             layers=tuple(with_window(layer, window) for window in windows),
             draft_vocab_size=draft_vocab_size,
             target_width=fields.size("target_hidden_size", stack["width"]),
-            aux_layers=_aux_layers(fields),
+            aux_layers=aux_layers,
+            normed_last=normed_last,
             block_size=fields.size(block),
             mask_token=read_mask_token(fields, _MASK),
             **_causality(top, fields, geometry, windows),
@@ -427,6 +433,9 @@ def _refusals(checkpoint: HeadCheckpoint, dialect: str) -> dict[str, Any]:
     markov = config.markov
     sizes = set(filter(None, config.windows))
     settings = {
+        "the state after the target's final norm": (
+            config.normed_last and dialect != "transformers"
+        ),
         f"aux_layers {config.aux_layers} (0 is not a layer's output)": config.aux_layers[0] == 0,
         "different biases of q, k, v and o": mixer.qkv_bias != mixer.o_bias,
         "layers without qk_norm": not mixer.qk_norm,
@@ -435,8 +444,12 @@ def _refusals(checkpoint: HeadCheckpoint, dialect: str) -> dict[str, Any]:
     }
 
     is_full = config.draft_vocab_size == config.vocab_size
+    depth = checkpoint.num_target_layers
     if dialect == "transformers":
         return settings | {
+            "the last layer's output before the target's final norm": (
+                config.aux_layers[-1] == depth or (config.normed_last and depth is None)
+            ),
             "a window of one position": 1 in sizes,
             "biases": mixer.qkv_bias or mixer.o_bias,
             "a causal block": config.causal or config.causal_windows,
@@ -567,7 +580,10 @@ def _assistant_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
         "sliding_window": config.max_positions if window is None else window - 1,
         "block_size": config.block_size,
         "mask_token_id": config.mask_token,
-        "target_layer_ids": [layer - 1 for layer in config.aux_layers],
+        "target_layer_ids": [
+            layer - 1 - (config.normed_last and layer == config.aux_layers[-1])
+            for layer in config.aux_layers
+        ],
     }
 
 

@@ -144,8 +144,9 @@ def check_fit(config: Any, target: DecoderConfig, where: str) -> None:
     problem = config.misfit(target) if hasattr(config, "misfit") else ""
     if problem:
         raise CheckpointError(f"{where}: {problem}; {advice}")
-    # L + 1 alone means the state after the target's last norm.
-    if last > count and config.aux_layers != (count + 1,):
+    # L + 1 alone means the state after the target's last norm, and so it does with this flag.
+    reads_norm = config.aux_layers == (count + 1,) or getattr(config, "normed_last", False)
+    if last > count + reads_norm:
         raise CheckpointError(
             f"{where} reads auxiliary layer {last} but the target has {count} layers; {advice}"
         )

@@ -90,6 +90,7 @@ class DFlashConfig:
         draft_vocab_size: ``W``, number of target tokens that it can propose.
         target_width: Width of the target's features.
         aux_layers: ``A`` target layers whose entering residual stream is fused, ascending.
+        normed_last: Whether the last of them is ``L + 1``, the output of the target's final norm.
         block_size: ``B``, rows of a block in training.
         mask_token: Id of the mask token. Its row of the embedding is an input like any other.
         causal: Whether a row attends only to the rows before it (JetSpec), instead of the whole
@@ -115,6 +116,7 @@ class DFlashConfig:
     aux_layers: tuple[int, ...]
     block_size: int
     mask_token: int
+    normed_last: bool = False
     causal: bool = False
     causal_windows: bool = False
     from_anchor: bool = False

@@ -403,3 +403,20 @@ def test_a_separate_mask_embedding_is_refused(tmp_path: Path) -> None:
         directory,
         "a separate mask embedding is not supported",
     )
+
+
+def test_an_assistant_reads_the_last_layer_after_the_final_norm(tmp_path: Path) -> None:
+    """transformers has the normed state in place of what leaves the last layer."""
+    last = TARGET.num_layers - 1
+    head = BlockHead(ids=(1, 4, last), windows=(True, False))
+    assistant = head.write(tmp_path / "head", "transformers")
+    config = conversion.read_head(assistant, TARGET).config
+    assert (config.aux_layers, config.normed_last) == ((2, 5, last + 2), True)
+    message = "cannot express the state after the target's final norm"
+    round_trip(assistant, "vllm", TARGET, message)
+    round_trip(assistant, "transformers", TARGET)
+
+    others = conversion.read_head(head.write(tmp_path / "vllm"), TARGET).config
+    assert (others.aux_layers, others.normed_last) == ((2, 5, last + 1), False)
+    beyond = edit_config(assistant, target_layer_ids=[1, 4, last + 1]) or assistant
+    refused(lambda path: conversion.read_head(path, TARGET), beyond, "reads auxiliary layer 9")
