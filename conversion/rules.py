@@ -399,11 +399,13 @@ class Joined(Shaped):
         first, *inner = indices
         is_range = isinstance(first, slice)
         numbers = range(self.shape[0])[first] if is_range else (first,)
-        place = {number: (position,) if is_range else () for position, number in enumerate(numbers)}
+        positions = {
+            number: (position,) if is_range else () for position, number in enumerate(numbers)
+        }
         parts = [
-            (part._replace(leading=(*place[part.leading[0]], *part.leading[1:])), piece)
+            (part._replace(leading=(*positions[part.leading[0]], *part.leading[1:])), piece)
             for part, piece in self._parts
-            if part.leading[0] in place
+            if part.leading[0] in positions
         ]
         shape = (len(numbers), *self.shape[1:]) if is_range else self.shape[1:]
         selected = Joined(parts, shape, is_exchanged=self._is_exchanged)

@@ -107,11 +107,11 @@ def _of_layer(fields: Fields, layer: int, kind: str) -> Fields:
                 more["num_key_value_heads"] = count
         return Fields(values | more, fields.where)
 
-    own = fields.section("per_layer_config").section(str(layer))
-    unknown = sorted(own.values.keys() - {"head_dim", "num_key_value_heads"})
+    sizes = fields.section("per_layer_config").section(str(layer))
+    unknown = sorted(sizes.values.keys() - {"head_dim", "num_key_value_heads"})
     if unknown:
-        raise own.wrong(unknown[0], "expected head_dim or num_key_value_heads alone")
-    return Fields(values | dict(own.values), fields.where)
+        raise sizes.wrong(unknown[0], "expected head_dim or num_key_value_heads alone")
+    return Fields(values | dict(sizes.values), fields.where)
 
 
 def _read_rope(fields: Fields, kind: str) -> RopeConfig:
@@ -215,10 +215,10 @@ def mixer_fields(layers: tuple[LayerConfig, ...]) -> dict[str, Any]:
 def write_fields(config: DecoderConfig) -> dict[str, Any]:
     """Returns the fields for :class:`Family`."""
     shared = [layer for layer in config.layers if grouped(layer).shares_keys]
-    own = [layer for layer in config.layers if not grouped(layer).shares_keys]
-    width = gated(own[0]).width
+    keyed = [layer for layer in config.layers if not grouped(layer).shares_keys]
+    width = gated(keyed[0]).width
     return {
-        **mixer_fields(tuple(own)),
+        **mixer_fields(tuple(keyed)),
         "layer_types": mixer_fields(config.layers)["layer_types"],
         "hidden_act": GELU,
         "num_kv_shared_layers": len(shared),

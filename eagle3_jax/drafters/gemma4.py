@@ -144,14 +144,14 @@ class Gemma4AssistantConfig:
         for index, (layer, source) in enumerate(zip(self.layers, self.key_layers, strict=True)):
             mixer = grouped(layer)
             keys = f"{mixer.num_kv_heads} key heads of {mixer.head_dim} channels"
-            wanted = f"layer {index} reads {keys} of target layer {source}"
+            needed = f"layer {index} reads {keys} of target layer {source}"
             theirs = target.layers[source].mixer if source < target.num_layers else None
             if not isinstance(theirs, GroupedQuery) or theirs.shares_keys:
-                return f"{wanted}, which has no keys of its own"
+                return f"{needed}, which has no keys of its own"
             if heads_of(layer) != heads_of(target.layers[source]):
-                return f"{wanted}, which has {theirs.num_kv_heads} of {theirs.head_dim}"
+                return f"{needed}, which has {theirs.num_kv_heads} of {theirs.head_dim}"
             if (mixer.window is None) != (theirs.window is None):
-                return f"{wanted}, and only one of the two has a window"
+                return f"{needed}, and only one of the two has a window"
         return ""
 
 

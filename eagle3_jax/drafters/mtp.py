@@ -14,7 +14,7 @@ others. vLLM sets the embedding at position 0 to zero (``zero_first``), and file
 read so; speculators and transformers leave it. ``q`` depends on the tokens sampled before it.
 
 A file of ``M`` modules has one for each drafted token. Module ``k`` reads tokens shifted by ``k``
-more, and in place of ``g_t`` the normed output of module ``k - 1`` in the same row::
+more, and in source of ``g_t`` the normed output of module ``k - 1`` in the same row::
 
     row t of module k: x_{t+1+k}, module k-1's output in row t    predicts x_{t+2+k}
 
@@ -216,8 +216,8 @@ class MTPDrafter(Eagle3Drafter):
             length = jnp.maximum(observed - k, 0)
             # Rows before the text do not exist: near its beginning a module reads fewer tokens.
             absent = jnp.maximum(k - observed, 0)
-            place = jnp.minimum(indices(count)[None, :] + absent[:, None], count - 1)
-            tokens = jnp.take_along_axis(next_tokens, place, axis=1)
+            source = jnp.minimum(indices(count)[None, :] + absent[:, None], count - 1)
+            tokens = jnp.take_along_axis(next_tokens, source, axis=1)
             if k:
                 # Its first row is the last one that the module before it already had.
                 earlier = state.outputs[:, k - 1, None]
@@ -262,8 +262,8 @@ class MTPDrafter(Eagle3Drafter):
                 # Its rows that read drafted tokens. Near the text's beginning there are fewer.
                 length = jnp.maximum(committed - k, 0)
                 count = jnp.minimum(committed, k)
-                place = jnp.minimum(indices(k)[None, :] + (k - count)[:, None], k - 1)
-                block = jnp.take_along_axis(drafted, place, axis=1)
+                source = jnp.minimum(indices(k)[None, :] + (k - count)[:, None], k - 1)
+                block = jnp.take_along_axis(drafted, source, axis=1)
                 # The last output in a row of committed tokens, then those of this draft.
                 earlier = state.outputs[:, k - 1, None]
                 at_beginning = jnp.concatenate([carry[:, : k - 1], earlier], axis=1)

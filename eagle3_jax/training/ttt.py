@@ -266,9 +266,9 @@ def unroll_head(
         ]
 
         embedded = drafter.embed(params, later(batch.tokens, step + 1), positions + step)
-        stream, kept = head(embedded, stream, positions + step, contexts)
+        stream, cached = head(embedded, stream, positions + step, contexts)
         # Latents are keys and values at once.
-        layers = (kv if isinstance(kv, KeyValue) else KeyValue(kv, kv) for kv in kept)
+        layers = (kv if isinstance(kv, KeyValue) else KeyValue(kv, kv) for kv in cached)
         written.append(tuple(layers))
         streams.append(stream)
     return streams

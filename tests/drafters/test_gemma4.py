@@ -85,13 +85,13 @@ def test_the_likeliest_token_declared_as_sampled_changes_what_recorded_models_wr
         q = special.softmax(recorded[f"{index}_0"][0].astype(np.float64))
         token = int(q.argmax())
         accepted = min(1.0, p[token] / q[token])
-        left = np.maximum(p - q, 0)
-        emitted = (1 - accepted) * left / left.sum()
+        residual = np.maximum(p - q, 0)
+        emitted = (1 - accepted) * residual / residual.sum()
         emitted[token] += accepted
         outcomes.append((np.abs(emitted - p).sum() / 2, p[token], emitted[token]))
         # Sampled from q instead: every token is proposed with its probability, and p comes out.
         accept = np.minimum(1, p / q)
-        ours = q * accept + (1 - q @ accept) * left / left.sum()
+        ours = q * accept + (1 - q @ accept) * residual / residual.sum()
         np.testing.assert_allclose(ours, p, atol=1e-12)
     _, probability, frequency = max(outcomes)
     assert probability == pytest.approx(0.0154, abs=5e-4)

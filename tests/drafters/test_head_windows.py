@@ -79,7 +79,8 @@ def test_a_tree_is_that_of_the_torch_twin(name: str) -> None:
 def test_each_step_of_training_is_a_draft_of_the_torch_twin(name: str) -> None:
     """Row ``t`` of step ``k`` follows the true pairs 0 to ``t`` and ``k`` guesses."""
     head = HEADS[name]
-    steps, size = 3, 7
+    steps = 3
+    size = 7
     random = np.random.default_rng(3)
     features = random.normal(size=(size, 3, head.target_width)).astype(np.float32)
     tokens = random.integers(0, 61, size)
@@ -134,8 +135,8 @@ def test_the_doctor_and_the_planner_take_a_latent_head(tmp_path: Path, cli: Any)
     # A latent of 12 channels and a key of 4, of two bytes each.
     assert json.loads(out)["drafter_cache_bytes_per_token"] == 2 * (12 + 4)
 
-    other = write_llama(tmp_path / "other", dataclasses.replace(TARGET, vocab_size=60))
-    checks = {check.name: check for check in conversion.diagnose(other, head)}
+    smaller = write_llama(tmp_path / "other", dataclasses.replace(TARGET, vocab_size=60))
+    checks = {check.name: check for check in conversion.diagnose(smaller, head)}
     assert "a vocabulary of 61 but the target has 60" in checks["head"].detail
 
 

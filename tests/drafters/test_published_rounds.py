@@ -186,6 +186,6 @@ def test_a_drafter_whose_windows_are_ignored_drafts_other_tokens(name: str, coun
     drafted, accepted = to_host((latest.draft.tokens, latest.verdict.num_accepted))
 
     pairs = zip(drafted[:, 1:].tolist(), rounds, strict=True)
-    num_other = sum(tokens[: len(wanted)] != wanted for tokens, (_, wanted, _) in pairs)
+    num_other = sum(tokens[: len(candidates)] != candidates for tokens, (_, candidates, _) in pairs)
     assert num_other == count
     assert accepted.sum() < 0.85 * sum(matches for _, _, matches in rounds)

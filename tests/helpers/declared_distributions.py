@@ -54,7 +54,8 @@ class Declared:
         ]
         rows = [prefix for prefix in prefixes for _ in range(KEYS)]
         draft = _drafted(target, loaded, [(*PROMPT, *prefix) for prefix in rows])
-        drafted, declared = np.asarray(draft.tokens), np.asarray(draft.probs)
+        drafted = np.asarray(draft.tokens)
+        declared = np.asarray(draft.probs)
         self.q: dict[Prefix, dict[Prefix, list[Fraction]]] = {prefix: {} for prefix in prefixes}
         for row, prefix in enumerate(rows):
             self.q[prefix][()] = fractions(declared[row, 1])
