@@ -128,7 +128,7 @@ def recognise(signs: Signs) -> bool:
     """Recognises EAGLE-3 by a norm that no other head has, or by ``fc`` with an output norm."""
     if signs.has(r"midlayer\.|layers\.\d+\.hidden_norm\.") or "Eagle3" in signs.architecture:
         return True
-    if not signs.names and "draft_vocab_size" in signs.config:
+    if not signs.names and signs.config.get("draft_vocab_size") is not None:
         # Of the official config.json alone, whose architecture is Llama's.
         return True
     has_output = bool({"d2t", "t2d", "norm.weight"} & signs.names)

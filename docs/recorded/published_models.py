@@ -320,7 +320,7 @@ def _head_layouts(head: HeadCheckpoint) -> str:
 
 def shortened(error: object, name: str) -> str:
     """Returns an answer of the library without paths, as the cell of a table."""
-    text = re.sub(r"/tmp/\w+/?", "", str(error))
+    text = re.sub(rf"{re.escape(tempfile.gettempdir())}/\w+/?", "", str(error))
     for prefix in (f"{name}/config.json", "config.json", name):
         text = text.removeprefix(prefix).removeprefix(": ").removeprefix(", ").strip()
     text = text.replace("|", r"\|").replace("*", r"\*").replace("<", "&lt;")

@@ -169,7 +169,7 @@ def test_a_native_head_is_read_strictly(tmp_path: Path) -> None:
         ({"config": {**config, "draft_vocab_size": 41}}, "draft_to_target is int32.40.; expected"),
         ({"config": {**config, "vocab_size": 99}}, "vocabulary of 99 but the target has 61"),
         ({"has_embedding": True}, "incomplete"),
-        ({"format": 2}, "format is 2; .* format 3: convert the original checkpoint again$"),
+        ({"format": 2}, "format is 2; .* format 4: convert the original checkpoint again$"),
     ):
         path.write_text(json.dumps(values | changes))
         refused(read_head, directory, message)
