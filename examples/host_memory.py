@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=4.0)
     parser.add_argument("--kinds", nargs="+", default=["dense", "experts"])
     parser.add_argument("--repeats", type=int, default=3, help="runs of every task, by turns")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument("--output", type=Path, help="file for the record")
     parser.add_argument("--task", choices=TASKS, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -56,9 +57,9 @@ def main() -> None:
     for kind in options.kinds:
         folder = options.directory / kind
         size = write_checkpoint(folder / "model", kind, options.gigabytes * 1e9)
-        runs: dict[str, list[dict[str, float]]] = {task: [] for task in TASKS}
+        runs: dict[str, list[dict[str, float]]] = {task: [] for task in options.tasks}
         for _ in range(options.repeats):
-            for task in TASKS:
+            for task in options.tasks:
                 runs[task].append(in_own_process(task, folder))
         shutil.rmtree(folder)
 
@@ -69,12 +70,13 @@ def main() -> None:
                 "gigabytes": round(size / 1e9, 2),
                 "seconds": round(statistics.median(run["seconds"] for run in measured), 2),
                 "peak_over_file": round(max(run["peak_bytes"] for run in measured) / size, 3),
+                "repeats": len(measured),
             }
             rows.append(row)
             print(*row.values(), flush=True)
 
     if options.output is not None:
-        record = {"environment": environment(), "repeats": options.repeats, "tasks": rows}
+        record = {"environment": environment(), "tasks": rows}
         write_record(options.output, record)
 
 

@@ -12,6 +12,7 @@ import certificates
 import chat_model
 import expected
 import gpu
+import host
 import loads
 import methods
 import options
@@ -35,7 +36,11 @@ def tables() -> dict[str, dict[str, str]]:
             "bugs": certificates.bugs(),
         },
         "docs/engines.md": {"engines": certificates.engines()},
-        "docs/checkpoints.md": {"families": support.families_of_targets()},
+        "docs/checkpoints.md": {
+            "families": support.families_of_targets(),
+            "host": host.memory_and_seconds(),
+            "host run": host.measured_on(),
+        },
         "docs/choosing.md": {"draft lengths": speeds.LENGTHS.draft_lengths()},
         "docs/expectations.md": {"bound": expected.bound(), "compiled": expected.compiled()},
         "docs/gpu.md": {
