@@ -21,7 +21,8 @@ def empty_aligned(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
         return np.empty(shape, dtype)
     # Pages of the usual size: numpy asks for large ones, for which a kernel whose memory is in
     # pieces takes longer than all copies (measured: 4.7 s instead of 7 for 4 GB).
-    memory = mmap.mmap(-1, count * dtype.itemsize)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, count * dtype.itemsize, flags=flags)
     return np.frombuffer(memory, dtype, count).reshape(shape)
 
 
