@@ -113,7 +113,7 @@ def _refuse_unknown(top: Fields, nested: bool) -> None:
     unknown = sorted(section.values.keys() - known)
     if unknown:
         raise CheckpointError(
-            f"{section.where}: {short(unknown[0])} is no setting of a DFlash2 drafter; expected"
+            f"{section.where}: {short(unknown[0])} is not a setting of a DFlash2 drafter; expected"
             f" {', '.join(sorted(known))}"
         )
     for name in _SCALES if nested else ():

@@ -77,9 +77,9 @@ def stored_type(path: tuple[Any, ...], ndim: int, precision: Precision) -> DType
 def cast(params: Any, precision: Precision, shardings: Any = None) -> Any:
     """Puts arrays on the device, each in its :func:`stored_type`.
 
-    On a CPU a thread per core copies them into their memory on the device. For other devices they
-    are put one after the other: besides memory-mapped files, the host holds at most two arrays at a
-    time, and of a stack of experts a few.
+    On a CPU a thread per core copies them into their memory on the device. For other devices the
+    host holds, besides memory-mapped files, at most two arrays at a time, and of a stack of experts
+    a few.
 
     Args:
         params: Numpy arrays, or objects that ``np.asarray`` converts; for kernels to be stored in
@@ -88,10 +88,9 @@ def cast(params: Any, precision: Precision, shardings: Any = None) -> Any:
         shardings: A sharding per array. Default: the default device.
     """
     trees = (params,) if shardings is None else (params, shardings)
-    num_threads = os.cpu_count() or 1
-    if jax.default_backend() != "cpu":
-        num_threads = 1
-
+    on_cpu = jax.default_backend() == "cpu"
+    # For other devices the next array is prepared while one is copied.
+    num_threads = (os.cpu_count() or 1) if on_cpu else 2
     with concurrent.futures.ThreadPoolExecutor(num_threads) as threads:
 
         def put(path: tuple[Any, ...], leaf: Any, sharding: NamedSharding | None = None) -> Any:
@@ -101,14 +100,13 @@ def cast(params: Any, precision: Precision, shardings: Any = None) -> Any:
             return threads.submit(_put, path, leaf, precision, sharding)
 
         arrays = jax.tree_util.tree_map_with_path(put, *trees)
-        is_pending = functools.partial(_is_a, concurrent.futures.Future)
         return jax.tree.map(
-            lambda leaf: leaf.result() if is_pending(leaf) else leaf, arrays, is_leaf=is_pending
+            lambda leaf: leaf.result() if _is_pending(leaf) else leaf, arrays, is_leaf=_is_pending
         )
 
 
-def _is_a(kind: type, leaf: Any) -> bool:
-    return isinstance(leaf, kind)
+def _is_pending(leaf: Any) -> bool:
+    return isinstance(leaf, concurrent.futures.Future)
 
 
 def _put(
