@@ -108,7 +108,7 @@ REFUSALS = {
         dflash_config=settings(selector_rank=7),
     ),
     "an unknown setting": case(
-        "'selector_beams' is no setting of a DFlash2 drafter; expected",
+        "'selector_beams' is not a setting of a DFlash2 drafter; expected",
         dflash_config=settings(selector_beams=4),
     ),
     "a cap below zero": case(

@@ -161,8 +161,8 @@ def test_loading_compiles_a_program_for_every_shape(tmp_path: Path, platform: st
 def test_the_host_holds_no_second_copy_of_an_array(tmp_path: Path, platform: str) -> None:
     """tracemalloc counts numpy's allocations.
 
-    On a CPU there are none: arrays are copied into the memory of the parameters. Otherwise it is
-    the largest array, joined from two.
+    On a CPU there are none: arrays are copied into the memory of the parameters. Otherwise there
+    are two of the largest arrays, of six.
     """
     layers = uniform(
         3, GroupedQuery(num_heads=2, num_kv_heads=1, head_dim=64), GatedMLP(width=4096)
@@ -178,8 +178,8 @@ def test_the_host_holds_no_second_copy_of_an_array(tmp_path: Path, platform: str
     if platform == "cpu":
         assert peak - after < 0.5 * max(sizes)
     else:
-        # Memory of the first call may be freed in between.
-        assert 0.9 * max(sizes) < peak - after < 1.5 * max(sizes)
+        # Two threads. Memory of the first call may be freed in between.
+        assert 0.9 * max(sizes) < peak - after < 2.3 * max(sizes)
 
 
 def stack_of_experts(num_experts: int, inputs: int, outputs: int) -> Joined:
