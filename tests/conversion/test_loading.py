@@ -162,7 +162,7 @@ def test_the_host_holds_no_second_copy_of_an_array(tmp_path: Path, platform: str
     """tracemalloc counts numpy's allocations.
 
     On a CPU there are none: arrays are copied into the memory of the parameters. Otherwise there
-    are two of the largest arrays, of six.
+    are two arrays at a time.
     """
     layers = uniform(
         3, GroupedQuery(num_heads=2, num_kv_heads=1, head_dim=64), GatedMLP(width=4096)
@@ -178,8 +178,8 @@ def test_the_host_holds_no_second_copy_of_an_array(tmp_path: Path, platform: str
     if platform == "cpu":
         assert peak - after < 0.5 * max(sizes)
     else:
-        # Two threads. Memory of the first call may be freed in between.
-        assert 0.9 * max(sizes) < peak - after < 2.3 * max(sizes)
+        # Two arrays at a time, whose memory may be freed a little later; all are 4.7 of these.
+        assert peak - after < 3 * max(sizes)
 
 
 def stack_of_experts(num_experts: int, inputs: int, outputs: int) -> Joined:
