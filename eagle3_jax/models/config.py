@@ -177,7 +177,7 @@ class GroupedQuery:
     #: 4).
     keys_as_values: bool = False
     #: Whether the layer has no keys and values, and attends to those of an earlier layer:
-    #: :func:`key_sources` (Gemma 4).
+    #: ``key_sources`` (Gemma 4).
     shares_keys: bool = False
 
     def __post_init__(self) -> None:
