@@ -165,11 +165,8 @@ class Wrapper(NamedTuple):
         """Describes the tensors that are left out, in one line."""
         left_out = list(filter(self._ignored.fullmatch, names))
         parts = sorted({name.removeprefix("model.").partition(".")[0] for name in left_out})
-        details = (
-            f"; the {len(left_out)} tensors of {' and '.join(parts)} are ignored"
-            if left_out
-            else ""
-        )
+        listed = " and ".join(", ".join(parts).rsplit(", ", 1))
+        details = f"; the {len(left_out)} tensors of {listed} are ignored" if left_out else ""
         return f"only the language model of this {self.model_type} is read{details}"
 
     def select(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

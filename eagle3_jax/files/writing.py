@@ -146,12 +146,12 @@ def check_free(final: Path, num_bytes: int) -> None:
 
 
 def remove_tree(directory: Path) -> None:
-    """Removes a directory that threads of a failed writer may still be writing into."""
-    for _ in range(40):
-        shutil.rmtree(directory, ignore_errors=True)
+    """Removes a directory that threads of a failed writer may still write into, or create again."""
+    for _ in range(20):
         if not directory.exists():
             return
-        time.sleep(0.05)
+        shutil.rmtree(directory, ignore_errors=True)
+        time.sleep(0.3)
 
 
 @contextlib.contextmanager

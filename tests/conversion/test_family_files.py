@@ -203,19 +203,23 @@ def test_a_description_names_the_parts_of_a_model_of_images_that_are_left_out(
     kind = WRAPPED[name].model_type
     parts = dict.fromkeys(("mistral3", "gemma3"), "multi_modal_projector and vision_tower")
     parts["kimi_k25"] = "mm_projector and vision_tower"
+    parts["gemma4"] = "embed_vision and vision_tower"
+    parts["muse_glimmer"] = "vision_adapter, vision_projection and vision_tower"
     tensors = load_file(directory / "model.safetensors")
-    left_out = [key for key in tensors if "language_model" not in key]
+    counted = {key for key in tensors if "language_model" in key or key.startswith("lm_head")}
     description = conversion.describe(directory)
-    counted = [value.size for key, value in tensors.items() if "language_model" in key]
-    assert description.num_parameters == sum(counted)
+    assert description.num_parameters == sum(tensors[key].size for key in counted)
     assert description.kind.removeprefix("target: ") in (
         "Ministral 3",
         "Mistral",
         "DeepSeek V3",
         "Qwen3",
         "Gemma 3",
+        "Gemma 4",
+        "Muse Glimmer",
     )
-    ignored = f"the {len(left_out)} tensors of {parts.get(kind, 'visual')} are ignored; "
+    num_ignored = len(tensors) - len(counted)
+    ignored = f"the {num_ignored} tensors of {parts.get(kind, 'visual')} are ignored; "
     assert description.note.startswith(f"only the language model of this {kind} is read; {ignored}")
 
 

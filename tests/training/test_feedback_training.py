@@ -43,11 +43,7 @@ def in_torch(
 
     config = drafter.config
     is_eagle1 = method == "eagle1"
-    table = (
-        eagle1.head_rules(config)
-        if is_eagle1
-        else mtp.head_rules(config, mtp.names_in("deepseek", config))
-    )
+    table = eagle1.head_rules(config) if is_eagle1 else mtp.head_rules(config, "deepseek")
     stored = rules.write_params(table, params, drafter.param_shapes(), where="")
     weights = {
         name: torch.tensor(np.asarray(value), requires_grad=True) for name, value in stored.items()
