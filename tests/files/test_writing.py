@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,18 +87,22 @@ def test_another_error_is_passed_on_and_leaves_nothing(tmp_path: Path) -> None:
 
 def test_what_a_thread_writes_after_the_removal_is_removed(tmp_path: Path) -> None:
     """After Ctrl-C, threads of Orbax may create their directories again."""
-    with ThreadPoolExecutor(1) as threads:
 
-        def write_late(directory: Path) -> None:
-            while directory.exists():
-                time.sleep(0.01)
-            time.sleep(0.1)
-            (directory / "array").mkdir(parents=True)
+    def write_late(directory: Path) -> None:
+        while directory.exists():
+            time.sleep(0.01)
+        time.sleep(0.1)
+        (directory / "array").mkdir(parents=True)
 
-        with pytest.raises(KeyboardInterrupt), whole_directory(tmp_path / "out") as directory:
-            late = threads.submit(write_late, directory)
+    def write(threads: ThreadPoolExecutor) -> None:
+        with whole_directory(tmp_path / "out") as directory:
+            late.append(threads.submit(write_late, directory))
             raise KeyboardInterrupt
-        late.result()
+
+    late: list[Future[None]] = []
+    with ThreadPoolExecutor(1) as threads, pytest.raises(KeyboardInterrupt):
+        write(threads)
+    late[0].result()
     assert list(tmp_path.iterdir()) == []
 
 
