@@ -132,9 +132,11 @@ def check_fit(config: Any, target: DecoderConfig, where: str) -> None:
             f" {target.vocab_size}; {advice}"
         )
     if config.target_width != target.width:
+        # Methods that read several layers have a field for their width.
+        field = ", or add target_hidden_size to the head's config.json"
         raise CheckpointError(
             f"{where} reads features of width {config.target_width} but the target has"
-            f" {target.width}; {advice}, or add target_hidden_size to the head's config.json"
+            f" {target.width}; {advice}{field if len(config.aux_layers) > 1 else ''}"
         )
     if depth != count:
         raise CheckpointError(

@@ -178,7 +178,10 @@ def test_doctor_and_inspect_describe_a_right_pair_and_refuse_a_wrong_one() -> No
 
     wrong = diagnose(PUBLISHED / "gemma4_dense" / "target", folder / "drafter")
     (failure,) = [check for check in wrong if check.status == "failure"]
-    assert "reads features of width 56 but the target has 64" in failure.detail
+    assert failure.detail.endswith(
+        "reads features of width 56 but the target has 64; give the target that the head was"
+        " trained for"
+    )
     described = describe(folder / "drafter")
     assert described.kind == "draft head: Gemma 4 assistant"
     assert described.loadable and "give the target as well" in described.note
