@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from drafter_table import ALL_DRAFTERS, drafter_of
+from drafter_table import ALL_DRAFTERS, TARGET, drafter_of
 from worlds import WIDE
 
 import eagle3_jax
@@ -32,6 +32,7 @@ from eagle3_jax.decode import LoadedDrafter
 from eagle3_jax.drafters import Plain
 from eagle3_jax.sampling import num_digits, row_keys
 from eagle3_jax.schedule import SpeculationSchedule
+from eagle3_jax.testing.drafter import subject_of
 from eagle3_jax.topology import Chain
 from eagle3_jax.types import DraftSampling, SamplingMode, SamplingParams
 
@@ -260,16 +261,16 @@ def judged(name: str, ledger: Ledger, expected: list[Use]) -> None:
     "name", [name for name in ALL_DRAFTERS if "sampled" in name or "drawn" in name]
 )
 def test_every_drafter_draws_once_from_the_key_that_it_is_given(name: str) -> None:
-    loaded = drafter_of(name)
+    subject = subject_of(drafter_of(name), TARGET)
     keys = row_keys(7, 2)
-    drafter = loaded.drafter
+    drafter = subject.part
     sampling = per_row(SamplingParams(temperature=0.9), 2)
 
     def propose(params):
         return drafter.propose(params, drafter.init(params, 2, 16), keys, sampling).tokens
 
     with recorded(keys) as ledger:
-        jax.jit(propose)(loaded.params)
+        jax.jit(propose)(subject.params)
         who = CHAIN if drafter.num_nodes == drafter.max_depth + 1 else TREE
         judged(name, ledger, [(who, (row,), drafter.num_nodes - 1) for row in range(2)])
 

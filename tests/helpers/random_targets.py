@@ -22,17 +22,23 @@ _GROWN = ("bias", "correction", "sinks", "gate_up_bias", "down_bias")
 def of_family(recipe: families.Recipe, vocab_size: int = 13, **options: Any) -> LoadedTarget:
     """Returns a random target with the last two layers of a family; no bias is zero.
 
+    Layers that share keys come with all layers before them.
+
     Args:
         recipe: The family and its sizes.
         vocab_size: Size of the vocabulary.
         options: Further options of ``tiny.target``.
     """
-    fields = Fields(
-        families.BASE | recipe.fields | {"vocab_size": vocab_size, "rms_norm_eps": 1e-6},
-        recipe.model_type,
+    values = families.BASE | recipe.fields | {"vocab_size": vocab_size, "rms_norm_eps": 1e-6}
+    if values.get("vocab_size_per_layer_input"):
+        values["vocab_size_per_layer_input"] = vocab_size
+    config = FAMILIES[recipe.model_type].read_config(Fields(values, recipe.model_type))
+    layers = (
+        config.layers
+        if getattr(config.layers[-1].mixer, "shares_keys", False)
+        else config.layers[-2:]
     )
-    config = FAMILIES[recipe.model_type].read_config(fields)
-    target = tiny.target(**vars(config) | {"layers": config.layers[-2:]} | options)
+    target = tiny.target(**vars(config) | {"layers": layers} | options)
     keys = iter(jax.random.split(jax.random.key(1), 64))
 
     def grown(path: tuple, leaf: jax.Array) -> jax.Array:
