@@ -22,7 +22,9 @@ FEW = ("llama4, norms",)
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "name" in metafunc.fixturenames:
-        families.parametrize(metafunc, families.RECIPES, FEW)
+        # Two devices do not divide the one global key head of gemma4.
+        names = [name for name in families.RECIPES if name != "gemma4"]
+        families.parametrize(metafunc, names, FEW)
 
 
 @pytest.fixture(scope="module")
