@@ -13,6 +13,7 @@ from eagle3_jax.conversion.families.family import Family, Wrapper
 from eagle3_jax.conversion.fields import Fields, read_from
 from eagle3_jax.conversion.rules import Rule
 from eagle3_jax.models.config import DecoderConfig, GroupedQuery, LayerConfig, RopeConfig, grouped
+from eagle3_jax.models.rope import inverse_frequencies
 
 # Without lists every fourth layer, counted from the last, attends to everything and rotates
 # nothing.
@@ -33,6 +34,9 @@ def read_config(fields: Fields) -> DecoderConfig:
     by_number = [(count - 1 - layer) % _PERIOD > 0 for layer in range(count)]
     windows = hf_config.read_windows(fields, hf_config.read_window(fields), by_number.__getitem__)
     usual = hf_config.read_mixer(fields, qk_l2_norm=True, output_gate=True)
+    # Upstream rotates after the norm of queries and keys, and the norm here would divide by it.
+    if usual.rope is not None and inverse_frequencies(usual.rope, usual.head_dim)[1] != 1:
+        raise fields.wrong("rope_parameters", "a rotation that scales attention is not supported")
     mlp = hf_config.read_mlp(fields)
     layers = []
     with read_from(fields.where):

@@ -220,6 +220,17 @@ MUSE_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "too few bases": ({"layer_rope_theta": [0, 0]}, "layer_rope_theta names 2 layers but num_hid"),
     "biases": ({"attention_bias": True}, "attention_bias is True; only False"),
     "no scale": ({"qk_scale_factor": None}, "has no qk_scale_factor"),
+    "a temperature": (
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+        "rope_parameters is .*; a rotation that scales attention is not supported",
+    ),
     "no gates": ({"use_attn_output_gate": False}, "use_attn_output_gate is False; only True"),
 }
 
