@@ -34,9 +34,11 @@ def read_config(fields: Fields) -> DecoderConfig:
     by_number = [(count - 1 - layer) % _PERIOD > 0 for layer in range(count)]
     windows = hf_config.read_windows(fields, hf_config.read_window(fields), by_number.__getitem__)
     usual = hf_config.read_mixer(fields, qk_l2_norm=True, output_gate=True)
-    # Upstream rotates after the norm of queries and keys, and the norm here would divide by it.
     if usual.rope is not None and inverse_frequencies(usual.rope, usual.head_dim)[1] != 1:
-        raise fields.wrong("rope_parameters", "a rotation that scales attention is not supported")
+        # Upstream normalises queries and keys before it rotates them. Here the norm comes after,
+        # and would remove the scale.
+        name = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
+        raise fields.wrong(name, "a rotation that scales attention is not supported")
     mlp = hf_config.read_mlp(fields)
     layers = []
     with read_from(fields.where):

@@ -60,7 +60,7 @@ MODULES = {
     "mimo": "MTP of MiMo",
     "glm4_moe_lite": "MTP of GLM-4.7-Flash",
 }
-# Transformers does not run these. Of modules, three tokens a round are drafted by feeding back.
+# transformers does not run these modules. Three tokens a round are drafted by feeding back.
 TWINS = {
     "MTP of Qwen3.5 with images": Recording(
         "qwen3_5_mtp1", 1, drafter="mtp", target="qwen3_5_wrapped"

@@ -231,6 +231,18 @@ MUSE_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "rope_parameters is .*; a rotation that scales attention is not supported",
     ),
+    "a temperature, in the older notation": (
+        {
+            "rope_parameters": None,
+            "rope_theta": 1e4,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+        "rope_scaling is .'rope_type': 'yarn'.*; a rotation that scales attention is not supported",
+    ),
     "no gates": ({"use_attn_output_gate": False}, "use_attn_output_gate is False; only True"),
 }
 
