@@ -83,7 +83,7 @@ def write_native(checkpoint: TargetCheckpoint | HeadCheckpoint, directory: str |
     if isinstance(checkpoint, TargetCheckpoint):
         shapes = DecoderTarget(checkpoint.config).param_shapes()
         written = rules.write_params(
-            _identity(shapes), dense_params(checkpoint), shapes, where=where
+            identity(shapes), dense_params(checkpoint), shapes, where=where
         )
         leaves: dict[str, Any] = {**written}
         values |= {
@@ -94,7 +94,7 @@ def write_native(checkpoint: TargetCheckpoint | HeadCheckpoint, directory: str |
 
     else:
         shapes = HEADS[checkpoint.method].param_shapes(checkpoint.config)
-        written = rules.write_params(_identity(shapes), checkpoint.head, shapes, where=where)
+        written = rules.write_params(identity(shapes), checkpoint.head, shapes, where=where)
         leaves = {f"head.{path}": leaf for path, leaf in written.items()}
         if checkpoint.draft_to_target is not None:
             leaves["draft_to_target"] = np.asarray(checkpoint.draft_to_target, np.int32)
@@ -155,7 +155,7 @@ def read_native_target(directory: Path, extra_family: Family | None = None) -> T
         config.num_layers, leaves, r"blocks\.(\d{1,9})\.", f"{fields.where}: num_layers"
     )
     shapes = DecoderTarget(config).param_shapes()
-    params = rules.read_params(_identity(shapes), leaves, shapes, where=str(directory))
+    params = rules.read_params(identity(shapes), leaves, shapes, where=str(directory))
     return TargetCheckpoint(
         config=config,
         family=family,
@@ -203,7 +203,7 @@ def read_native_head(directory: Path, target: DecoderConfig | None) -> HeadCheck
         )
 
     shapes = kind.param_shapes(config)
-    head = rules.read_params(_identity(shapes), leaves, shapes, where=where)
+    head = rules.read_params(identity(shapes), leaves, shapes, where=where)
     depth = fields.optional_size("num_target_layers")
     return HeadCheckpoint(
         method=kind.name,
@@ -308,7 +308,8 @@ def _orbax(path: Path) -> Iterator[Any]:
         ) from None
 
 
-def _identity(shapes: Params) -> list[rules.Rule]:
+def identity(shapes: Params) -> list[rules.Rule]:
+    """Returns the table of a checkpoint whose tensors have the names of our parameters."""
     return [rules.Rule(path, path) for path, _ in rules.flatten(shapes)]
 
 

@@ -24,6 +24,7 @@ from eagle3_jax.results import (
     Chunk as Chunk,
 )
 from eagle3_jax.stats import SpeculationStats as SpeculationStats
+from eagle3_jax.devices.compilation import keep_compiled_programs as keep_compiled_programs
 
 # Logits processors.
 from eagle3_jax.processors.logits import (

@@ -5,6 +5,7 @@ The output is exactly the target's.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import itertools
 import time
@@ -51,6 +52,8 @@ from eagle3_jax.verifiers.simulated import SimulatedAcceptance
 # Caches and prompts are padded to multiples of this, so most prompts share one compilation. Shorter
 # prompts are padded to a power of two, because on CPUs a prefill costs in proportion to its tokens.
 _BUCKET = 128
+# Caches above this are padded to multiples of it.
+_COARSE = 512
 _SHORTEST_PROMPT = 16
 
 
@@ -170,6 +173,7 @@ class SpeculativeDecoder:
         else:
             self.loop = SpeculativeLoop(**parts)
 
+        self._compiled: set[Any] = set()
         # Sampling parameters and mode of the latest step.
         self._last = (None, SamplingMode.GREEDY)
 
@@ -278,6 +282,7 @@ class SpeculativeDecoder:
         """
         text = Pieces(self.target.tokenizer)
         loop, batch, rows = self.batch([prompt], max_new_tokens, sampling, seed, logprobs)
+        self._compile(loop, batch)
         state = self._call(loops.prefill, loop, batch)
         streamed = len(rows[0])
         accepted = 0
@@ -405,12 +410,41 @@ class SpeculativeDecoder:
         The default capacity is what the prompts and their limits need.
         """
         if capacity is None:
-            longest = max(int(np.max(batch.limit)), batch.tokens.shape[1])
-            # Room for a whole draft after the last root, so that no node is lost at the end of the
-            # buffer.
-            capacity = _round_up(longest + self.loop.drafter.num_nodes)
+            capacity = self._capacity_for(batch)
         with under(self.mesh):
             return program(loop, self.params, place_rows(batch, self.mesh), capacity=capacity)
+
+    def _capacity_for(self, batch: Prompts) -> int:
+        """Returns the number of slots per row that the prompts and their limits need."""
+        longest = max(int(np.max(batch.limit)), batch.tokens.shape[1])
+        # Room for a whole draft after the last root, so that no node is lost at the end of the
+        # buffer.
+        needed = longest + self.loop.drafter.num_nodes
+        # Coarser steps for long texts: each turn of a conversation would need new programs.
+        return _round_up(needed, _BUCKET if needed <= _COARSE else _COARSE)
+
+    def _compile(self, loop: SpeculativeLoop, batch: Prompts) -> None:
+        """Compiles the prefill and the round of a batch side by side on a CPU.
+
+        Their first calls find the programs. On a GPU each is compiled when it is called: the
+        compiler measures kernels there, and two measurements would disturb each other. A loop with
+        stages chooses its round later.
+        """
+        capacity = self._capacity_for(batch)
+        shapes = (loop, batch.tokens.shape, batch.logprobs, capacity)
+        if shapes in self._compiled or isinstance(loop, StagedLoop):
+            return
+        if jax.default_backend() != "cpu":
+            return
+
+        with under(self.mesh), concurrent.futures.ThreadPoolExecutor() as threads:
+            prompts = place_rows(batch, self.mesh)
+            prefill = loops.prefill.trace(loop, self.params, prompts, capacity=capacity)
+            step = loops.step.lower(loop, self.params, prefill.out_info)
+            programs = [prefill.lower(), step]
+            for program in [threads.submit(lowered.compile) for lowered in programs]:
+                program.result()
+        self._compiled.add(shapes)
 
     def _step(self, loop: SpeculativeLoop, state: GenerationState) -> Round:
         """Runs one compiled round."""
@@ -672,5 +706,5 @@ def padded_prompt(size: int) -> int:
     return max(_SHORTEST_PROMPT, power_of_two)
 
 
-def _round_up(size: int) -> int:
-    return -(-size // _BUCKET) * _BUCKET
+def _round_up(size: int, multiple: int = _BUCKET) -> int:
+    return -(-size // multiple) * multiple

@@ -99,10 +99,13 @@ def _load_model(
 
     If ``needs_int4``, its layers must be stored in integers of four bits.
     """
-    from eagle3_jax.conversion import read_target
+    from eagle3_jax.conversion import prepared, read_target
     from eagle3_jax.conversion.sidecars import tokenizer_config_of, tokenizer_of
 
-    checkpoint = read_target(directory, family)
+    if family is None:
+        checkpoint = prepared.read_target(directory, weights)
+    else:
+        checkpoint = read_target(directory, family)
     model = DecoderTarget(checkpoint.config, precision)
     mesh = None if mesh is None else as_mesh(mesh)
     shardings = None if mesh is None else param_shardings(mesh, model, model.param_shapes())
@@ -126,20 +129,23 @@ def _load_model(
 
         products = jax.tree.map(stored, checkpoint.params, products)
     params = quantised(checkpoint.params, products, weights)
+    params = cast(params, precision, shardings)
+    if family is None and mesh is None:
+        prepared.write(checkpoint, params, weights)
 
     max_positions, bound = _bound(checkpoint.config)
     return LoadedTarget(
         model=model,
-        params=cast(params, precision, shardings),
+        params=params,
         vocab_size=checkpoint.config.vocab_size,
         max_positions=max_positions,
         stop_tokens=checkpoint.stop_tokens,
-        tokenizer=tokenizer_of(directory),
+        tokenizer=tokenizer_of(checkpoint.source),
         name=name,
         mesh=mesh,
         weights=weights,
         bound=bound,
-        chat_template=ChatTemplate.from_config(tokenizer_config_of(directory)),
+        chat_template=ChatTemplate.from_config(tokenizer_config_of(checkpoint.source)),
         source=directory,
     )
 

@@ -6,6 +6,7 @@ takes 0.3 seconds. The package still defines the types of tensors and dequantize
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
 import re
@@ -129,18 +130,25 @@ def read_header(path: Path) -> Header:
     package()
     if re.search(r"-\d{5}-of-(?!00001)\d{5}\.gguf$", path.name):
         raise _a_part(path)
-
     try:
         refuse_pointer(path)
-        with path.open("rb") as file:
-            if file.read(4) != b"GGUF":
-                raise CheckpointError(
-                    f"{path} does not begin as a GGUF file does; fetch it again, or rename it"
-                )
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        status = path.stat()
+        return _read_version(path, status.st_size, status.st_mtime_ns)
     except OSError as error:
         raise unreadable(path, error) from None
 
+
+# Weights, tokenizer and chat template are read one after the other, and each needs the header.
+@functools.lru_cache(maxsize=1)
+def _read_version(path: Path, size: int, modified_ns: int) -> Header:
+    """Reads the header of a file that has this size and time of its last change."""
+    del size, modified_ns
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise CheckpointError(
+                f"{path} does not begin as a GGUF file does; fetch it again, or rename it"
+            )
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     try:
         return _parsed(path, content)
     except (UnicodeDecodeError, _DamagedError) as error:

@@ -119,10 +119,11 @@ def default_dtype(target: str | None, weights: str = "dense") -> str:
     """
     import jax
 
-    from eagle3_jax import conversion
+    from eagle3_jax.conversion import prepared
 
-    is_own = find_own("--target", target) is not None
-    if is_own or conversion.read_target(locate(target, "target")).dtype != "bfloat16":
+    if find_own("--target", target) is not None:
+        return "float32"
+    if prepared.read_target(locate(target, "target"), weights).dtype != "bfloat16":
         return "float32"
     if jax.default_backend() != "cpu":
         return "bfloat16"

@@ -33,7 +33,8 @@ class Printed(NamedTuple):
     first_token: float  #: Time to the first token in seconds, without compilation.
     #: Time from the second round on, in seconds. Programs are compiled and loaded before it.
     warm_seconds: float
-    compiling: float  #: Time of compilation in seconds.
+    preparing: float  #: Time in which programs were compiled, or read from the cache, in seconds.
+    has_compiled: bool  #: Whether a program was compiled.
 
     @property
     def num_tokens(self) -> int:
@@ -44,6 +45,11 @@ class Printed(NamedTuple):
     def num_warm_tokens(self) -> int:
         """Number of new tokens from the second round on; the first chunk is the prefill's token."""
         return sum(len(chunk.tokens) for chunk in self.chunks[2:])
+
+    @property
+    def preparation(self) -> str:
+        """What the time ``preparing`` went to, in words."""
+        return "compilation" if self.has_compiled else "reading compiled programs"
 
     def ending(self, limit: int) -> str:
         """Returns the reason why the text ended, in words."""
@@ -63,7 +69,9 @@ def print_stream(
     from eagle3_jax.measure.timing import CompileClock
 
     has_cache = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
-    step = "compiling: once per machine" if has_cache else "compiling"
+    step = "preparing programs for this length"
+    if has_cache:
+        step = f"{step}; the first time they are compiled"
     start = time.perf_counter()
     chunks: list[Chunk] = []
     with CompileClock() as clock:
@@ -81,7 +89,9 @@ def print_stream(
                 put(console, piece if tokenizer else f" {token}", style)
             console.file.flush()
             chunks.append(chunk)
-    return Printed(chunks, first_token, time.perf_counter() - warm, clock.seconds)
+    has_compiled = clock.programs > clock.num_read
+    warm_seconds = time.perf_counter() - warm
+    return Printed(chunks, first_token, warm_seconds, clock.seconds, has_compiled)
 
 
 def put(console: Console, text: str, style: str) -> None:

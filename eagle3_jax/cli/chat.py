@@ -183,6 +183,6 @@ def _summary(printed: Printed, limit: int) -> str:
         facts.append(f"{(count - 1) / rounds:.2f} tokens per round")
     if printed.num_warm_tokens:
         facts.append(f"{printed.num_warm_tokens / printed.warm_seconds:.1f} tokens/s")
-    if printed.compiling >= 1:
-        facts.append(f"compilation ({printed.compiling:.0f} s) left out")
+    if printed.preparing >= 1:
+        facts.append(f"{printed.preparation} ({printed.preparing:.0f} s) left out")
     return " · ".join(facts)

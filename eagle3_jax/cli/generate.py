@@ -421,8 +421,9 @@ def _summary(streams: Sequence[Printed], loading: float) -> list[str]:
             f", then {_speed(num_warm_tokens / warm_seconds)} tokens/s from the second round on"
         )
 
-    compiling = sum(printed.compiling for printed in streams)
-    lines = [speed, f"before that: loading {loading:.1f} s, compilation {compiling:.1f} s"]
+    preparing = sum(printed.preparing for printed in streams)
+    step = next((printed for printed in streams if printed.has_compiled), streams[0]).preparation
+    lines = [speed, f"before that: loading {loading:.1f} s, {step} {preparing:.1f} s"]
 
     stats = SpeculationStats.merge([printed.chunks[-1].stats for printed in streams])
     if int(stats.num_draft_tokens):

@@ -14,8 +14,12 @@ from eagle3_jax.files.writing import cache_directory
 MOST_BYTES = 2 * 2**30
 
 
-def keep_compiled_programs(directory: str | None) -> None:
-    """Makes JAX store compiled programs on disk and reuse those of earlier commands.
+def keep_compiled_programs(directory: str | None = None) -> None:
+    """Makes JAX store compiled programs on disk, so that the next process reads them.
+
+    The commands do this by themselves. In a program of your own call it once, before decoding::
+
+        e3.keep_compiled_programs()
 
     Args:
         directory: A directory, or ``none`` for no cache. ``None`` is the directory in JAX's own
@@ -36,14 +40,14 @@ def keep_compiled_programs(directory: str | None) -> None:
         return
 
     if directory == "":
-        raise ValueError("--compilation-cache is empty; give a directory or 'none'")
+        raise ValueError("the compilation cache is an empty name; give a directory or 'none'")
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         if directory is None:
             return
         raise ValueError(
-            f"--compilation-cache {directory}: cannot be written; give another directory or 'none'"
+            f"the compilation cache {directory} cannot be written; give another directory or 'none'"
         )
 
     # JAX compiles a damaged entry again, so the user need not act on the warning.

@@ -174,6 +174,8 @@ def _invert_cumulative(
     return jnp.argmax(passed, axis=-1).astype(jnp.int32)
 
 
+# Compiled calls are inlined, and traced once for all layers of a shape.
+@jax.jit
 def scatter_tokens(
     buffer: Float[Array, "B C S H"], slots: Int[Array, "B T"], new: Float[Array, "B C T H"]
 ) -> Float[Array, "B C S H"]:

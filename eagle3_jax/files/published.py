@@ -6,6 +6,7 @@ installed or imported. An EAGLE-3 head for each model is in ``assets/``, under t
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import subprocess
 import sys
@@ -60,6 +61,13 @@ def cached_path(name: str) -> Path:
             " XDG_CACHE_HOME"
         )
     return folder / name / Path(PUBLISHED[name].member).name
+
+
+def published_at(path: Path) -> Published | None:
+    """Returns the published model that a file in the user's cache is; ``None`` for other files."""
+    with contextlib.suppress(ValueError):
+        return next((PUBLISHED[name] for name in PUBLISHED if cached_path(name) == path), None)
+    return None
 
 
 def fetch_published(name: str) -> Path:

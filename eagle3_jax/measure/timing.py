@@ -31,7 +31,8 @@ class CompileClock:
     """Wall time that JAX spends on tracing, lowering and compiling while the context is open.
 
     Attributes:
-        programs: Number of programs compiled, or taken from the persistent cache.
+        programs: Number of programs compiled, or read from the persistent cache.
+        num_read: Number of those that were read from the cache.
         on_compiling: Called when the compilation of a program begins.
 
     Example::
@@ -45,6 +46,7 @@ class CompileClock:
     def __init__(self) -> None:
         self._spans: list[tuple[float, float]] = []
         self.programs = 0
+        self.num_read = 0
         self.on_compiling: Callable[[], Any] | None = None
 
     def __enter__(self) -> CompileClock:
@@ -59,6 +61,7 @@ class CompileClock:
             now = time.perf_counter()
             self._spans.append((now - duration, now))
         self.programs += event == "/jax/core/compile/backend_compile_duration"
+        self.num_read += event == "/jax/compilation_cache/cache_retrieval_time_sec"
         if (
             event == "/jax/core/compile/jaxpr_to_mlir_module_duration"
             and self.on_compiling is not None

@@ -140,6 +140,23 @@ def test_a_second_run_compiles_nothing(tmp_path):
     assert not named.exists()
 
 
+def test_a_stream_compiles_each_program_once(tmp_path):
+    """The prefill and the round are compiled side by side, and their calls find them."""
+    code = """
+import eagle3_jax as e3
+e3.keep_compiled_programs({where!r})
+target = e3.load_target()
+decoder = e3.SpeculativeDecoder(target, e3.load_drafter(target=target), num_speculative_tokens=2)
+chunks = list(decoder.stream("def fibonacci(n):", max_new_tokens=12))
+text = decoder.generate("def fibonacci(n):", max_new_tokens=12).texts[0]
+assert "".join(piece for chunk in chunks for piece in chunk.pieces) == text
+"""
+    fresh(code.format(where=str(tmp_path)))
+    names = [path.name for path in tmp_path.glob("*-cache")]
+    for program in ("jit_prefill", "jit_step", "jit_generate"):
+        assert sum(name.startswith(program) for name in names) == 1
+
+
 @pytest.mark.parametrize("limit", [None, "5000"])
 def test_a_size_and_a_directory_that_jax_was_given_stay(tmp_path, limit):
     code = """

@@ -51,7 +51,7 @@ class Counts(NamedTuple):
 
 LIMITS = {
     "eagle3_jax": Counts(83_300, 8, 0, 0),
-    "conversion": Counts(24_400, 7, 0, 0),
+    "conversion": Counts(24_700, 7, 0, 0),
     "validation": Counts(23_420, 8, 0, 0),
     "tests": Counts(107_600, 9, 0, 0),
     "notebooks": Counts(13_800, 9, 0, 0),
