@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -13,6 +15,8 @@ from eagle3_jax.decode import SpeculativeDecoder
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.measure.timing import Spread
 from eagle3_jax.types import SamplingParams
+
+_FEWEST = 3  # measured turns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,29 +40,40 @@ def compare_with_plain(
     sampling: SamplingParams,
     seed: int,
     repeats: int,
+    seconds: float = math.inf,
 ) -> Comparison:
     """Decodes the prompts one by one with and without speculation.
 
-    Both take turns, after a warm-up.
+    Both take turns, after a warm-up. There are ``repeats`` turns, but after three of them none
+    begins once ``seconds`` have passed.
     """
     plain = SpeculativeDecoder(decoder.target, stop_tokens=decoder.stop_tokens)
     is_plain = isinstance(decoder.loop.drafter, Plain)
     decoders = [plain] if is_plain else [plain, decoder]
 
-    # The first repeat compiles.
-    speeds = np.zeros((1 + repeats, len(decoders)))
+    speeds: list[list[float]] = []
     outputs: list[list[Tokens]] = [[] for _ in decoders]
-    for repeat, index in np.ndindex(*speeds.shape):
-        results = [
-            decoders[index].generate([prompt], max_new_tokens=[limit], sampling=sampling, seed=seed)
-            for prompt, limit in zip(prompts, max_new_tokens, strict=True)
-        ]
-        outputs[index] = [result.tokens[0] for result in results]
-        seconds = sum(result.seconds for result in results)
-        speeds[repeat, index] = sum(map(len, outputs[index])) / seconds
+    start = time.perf_counter()
+    while len(speeds) <= repeats:
+        if len(speeds) > _FEWEST and time.perf_counter() - start > seconds:
+            break
+        turn = []
+        for index, contender in enumerate(decoders):
+            results = [
+                contender.generate([prompt], max_new_tokens=[limit], sampling=sampling, seed=seed)
+                for prompt, limit in zip(prompts, max_new_tokens, strict=True)
+            ]
+            outputs[index] = [result.tokens[0] for result in results]
+            total = sum(result.seconds for result in results)
+            turn.append(sum(map(len, outputs[index])) / total)
+        speeds.append(turn)
+        # The first turn compiles.
+        if len(speeds) == 1:
+            start = time.perf_counter()
 
-    plain_speeds = speeds[1:, 0]
-    speeds_of_decoder = speeds[1:, -1]
+    measured = np.array(speeds[1:])
+    plain_speeds = measured[:, 0]
+    speeds_of_decoder = measured[:, -1]
     greedy = not jnp.any(jnp.asarray(sampling.temperature) > 0)
     return Comparison(
         tokens_per_second=Spread.of(speeds_of_decoder),

@@ -350,6 +350,7 @@ def _row_json(ended: Ended, decoder: SpeculativeDecoder) -> dict[str, Any]:
 
 _MEASURED_PROMPTS = 8
 _REPEATS = 5
+_SECONDS = 10
 
 
 def _print_text(job: Job, loading: float) -> None:
@@ -455,6 +456,7 @@ def _comparison(job: Job) -> list[str]:
             sampling=first.sampling,
             seed=first.seed,
             repeats=_REPEATS,
+            seconds=_SECONDS,
         )
     if not comparison.is_plain and max(comparison.ratios) < 1:
         cheaper = "; on a CPU --weights int8 makes it cheaper"
@@ -468,8 +470,8 @@ def _comparison(job: Job) -> list[str]:
     prompts = f"{len(requests)} prompt{'s' if len(requests) > 1 else ''}"
     return [
         speed_line(comparison),
-        f"median of {_REPEATS} interleaved runs over {prompts} at batch 1, prefill included,"
-        f" compilation excluded; {hardware()}",
+        f"median of {len(comparison.ratios)} interleaved runs over {prompts} at batch 1, prefill"
+        f" included, compilation excluded; {hardware()}",
     ]
 
 

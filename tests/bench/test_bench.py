@@ -357,6 +357,11 @@ def test_a_comparison_says_whether_the_output_is_the_same(target, decoder):
         SpeculativeDecoder(target), [[1, 2]], sampling=SamplingParams(), **arguments
     ).is_plain
 
+    # Without time left, three turns are measured.
+    arguments |= {"repeats": 5, "seconds": 0.0}
+    short = compare_with_plain(decoder, [[1, 2, 3]], sampling=SamplingParams(), **arguments)
+    assert len(short.ratios) == 3
+
 
 def test_overlapping_spans_are_counted_once():
     clock = CompileClock()

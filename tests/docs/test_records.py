@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import certificates
 import chat_model
 import gpu
 import methods
+import printed
 import pytest
 import speeds
 import validated
@@ -286,3 +288,19 @@ def test_the_example_measures_what_the_tables_show(tmp_path: Path) -> None:
 
     assert all(row["lossless"] and row["same_texts"] for row in record["rows"])
     assert "| method | parameters | K=2 | tree N=3 G=2 |" in methods.what_was_measured(record)
+
+
+@pytest.mark.slow
+def test_the_first_program_prints_what_is_shown_below_it() -> None:
+    """It downloads a model; ``docs/recorded/printed.py`` writes the page again."""
+    _, words = printed.shown()
+    assert printed.printed() == words
+
+
+def test_pages_install_from_a_checkout() -> None:
+    """The package is on no index."""
+    pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*/README.md"), ROOT / "README.md"]
+    for path in pages:
+        if "_build" not in path.parts:
+            text = path.read_text(encoding="utf-8")
+            assert re.findall(r"pip install[^`#]*?\beagle3-jax\b", text) == [], path
