@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from eagle3_jax import __version__
 from eagle3_jax.decode import SpeculativeDecoder
-from eagle3_jax.engine.engine import Engine, Event
+from eagle3_jax.engine.engine import Engine, Event, WarmUp
 from eagle3_jax.server.access import KnownHosts
 from eagle3_jax.server.metrics import CONTENT_TYPE, Metrics
 from eagle3_jax.server.openai import (
@@ -81,6 +81,7 @@ class Server:
         chunk: int | None = None,
         sampling_mode: SamplingMode = SamplingMode.TRUNCATED,
         hosts: Sequence[str] = (),
+        on_compiling: Callable[[WarmUp], None] = lambda program: None,
         on_ready: Callable[[], None] = lambda: None,
     ) -> None:
         """Makes a server; nothing is compiled yet.
@@ -96,6 +97,7 @@ class Server:
             chunk: Longest part of a prompt that runs between two rounds. Default: whole prompts.
             sampling_mode: The work that requests may need.
             hosts: Further names of this machine that clients may use in the address.
+            on_compiling: Called before each program is compiled.
             on_ready: Called when all programs are compiled.
 
         Raises:
@@ -112,10 +114,12 @@ class Server:
         self._offer = Offer(decoder, model or decoder.target.name, self._engine.room, logprobs)
 
         self._most_open = slots + max_queue
+        self._on_compiling = on_compiling
         self._on_ready = on_ready
         # Requests that wait or run.
         self._open: set[Ticket] = set()
         self._state = State.COMPILING
+        self._program: WarmUp | None = None
         self._started = int(time.time())
         self._loop: asyncio.AbstractEventLoop | None = None
         self._http: uvicorn.Server | None = None
@@ -202,6 +206,7 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._worker = Worker(
             self._engine,
+            on_compiling=self._tell_compilation,
             on_ready=self._take_requests,
             on_events=self._deliver,
             on_failure=self._fail,
@@ -214,6 +219,10 @@ class Server:
         except asyncio.CancelledError:
             # After a second signal running requests are not waited for.
             self._worker.abandon()
+
+    def _tell_compilation(self, program: WarmUp) -> None:
+        self._program = program
+        self._on_compiling(program)
 
     def _take_requests(self) -> None:
         if self._state is State.COMPILING:
@@ -293,7 +302,11 @@ class Server:
         """Returns the answer to every request, unless the server is ready."""
         if self._state is State.READY:
             return None
-        return respond_error(503, f"the server {self._state.value}")
+        message = f"the server {self._state.value}"
+        if self._state is State.COMPILING and self._program is not None:
+            number, total, program = self._program
+            message = f"{message}: {number} of {total}, {program}"
+        return respond_error(503, message)
 
     async def _complete(self, request: Request) -> Response:
         body = await read_body(request)

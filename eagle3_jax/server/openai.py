@@ -113,8 +113,8 @@ def parse_body(body: bytes) -> dict[str, Any]:
     """Parses the body of a request.
 
     Raises:
-        BadRequest: It is not an object in strict JSON, or its texts are not Unicode: ``"\\ud800"``
-            is half of a character.
+        BadRequest: It is not an object in strict JSON, or one of its texts has half of a
+            surrogate pair.
     """
     try:
         values = parse_json(body.decode())

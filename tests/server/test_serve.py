@@ -34,6 +34,10 @@ pytest.importorskip("prometheus_client")
 
 from server_client import JSON_BODY, Answer, complete, decoder, events_of, generated, get, post
 
+from eagle3_jax.cli._decoding import DraftOptions
+from eagle3_jax.cli._errors import Misuse
+from eagle3_jax.cli._options import ModelOptions
+from eagle3_jax.cli.serve import ServerOptions, _bind, _described, _hosts
 from eagle3_jax.server.local import serving
 
 PROMPTS = [
@@ -688,6 +692,7 @@ def serving_command(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line.startswith("mine:target is ready at http://127.0.0.1:")
+        assert process.stdout.readline() == "1 slot; float32, weights dense; no drafter\n"
         yield process, line.split()[-1].removeprefix("http://")
 
 
@@ -725,7 +730,9 @@ def test_a_second_ctrl_c_ends_the_server_without_a_traceback(tmp_path: Path) -> 
             process.send_signal(signal.SIGINT)
             time.sleep(0.02)
         assert process.wait(60) == 0
-        assert process.stderr is not None and process.stderr.read() == ""
+        assert process.stderr is not None
+        for number, line in enumerate(process.stderr.read().splitlines(), 1):
+            assert re.fullmatch(rf"{number} of 8(, about .* left)?: compiled .* in \d+\.\d s", line)
         response.close()
 
 
@@ -734,6 +741,39 @@ def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture) -> None:
         assert run(["serve", "--port", str(listener.getsockname()[1])]) == 2
     error = capsys.readouterr().err
     assert "address already in use; choose another port" in error and error.count("\n") == 1
+
+
+def test_a_port_is_taken_while_the_models_load_and_free_after_the_end() -> None:
+    with _bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(Misuse, match=f"--port {port}: address already in use"):
+            _bind("127.0.0.1", port)
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            # The side that closes first keeps the address for a while.
+            listener.accept()[0].close()
+            assert client.recv(1) == b""
+    _bind("127.0.0.1", port).close()
+
+
+def test_a_schedule_is_described_by_rows() -> None:
+    lists = "[[1, 2, 3], [3, 8, 1]]"
+    schedule = e3.SpeculationSchedule.from_lists(json.loads(lists))
+    decoder = e3.SpeculativeDecoder(tiny.target(13), e3.drafters.NGram(3), schedule=schedule)
+    lengths = _described(decoder, ModelOptions(), DraftOptions(schedule=lists), 4)
+    assert lengths == "NGram, K=3 for up to 2 rows, K=1 for up to 4 rows"
+
+
+def test_a_name_of_this_machine_has_no_scheme_and_no_port(
+    capsys: pytest.CaptureFixture,
+) -> None:
+    for name in ("http://box", "box:8000", "*", "", "a/b"):
+        assert run(["serve", "--allow-host", name]) == 2
+        assert "expected a name or an address without scheme" in capsys.readouterr().err
+    assert _hosts(ServerOptions(allow_host=["box.local", "fd00::1"]))[:2] == [
+        "box.local",
+        "fd00::1",
+    ]
+    assert socket.gethostname() in _hosts(ServerOptions(host="0.0.0.0"))
 
 
 def test_a_missing_package_is_one_line(
