@@ -142,6 +142,10 @@ class StagedLoop(SpeculativeLoop):
         begun = [first, *(stage for stage in later if running <= stage.max_running)]
         return _padded_loop(self, begun[-1].drafter)
 
+    def reachable(self, batch: int) -> list[SpeculativeLoop]:
+        """Returns the loops that :meth:`at` may return for a batch of this size."""
+        return [_padded_loop(self, stage.drafter) for stage in self._reached(batch)]
+
     def step(self, params: LoopParams, state: GenerationState) -> Round:
         """Runs one round of :meth:`at`, for a state with known values.
 

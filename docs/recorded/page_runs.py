@@ -7,9 +7,10 @@ downloaded once (93 MB)
 from __future__ import annotations
 
 import json
-import urllib.request
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 import eagle3_jax as e3
 from eagle3_jax.devices.compilation import keep_compiled_programs
@@ -62,9 +63,8 @@ def _record(address: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns the events of the fastest repeat, with the compilation of the first."""
     repeats = []
     for _ in range(REPEATS):
-        request = urllib.request.Request(f"{address}/watch", json.dumps(body).encode())
-        with urllib.request.urlopen(request) as response:
-            parts = response.read().decode().split("\n\n")
+        response = httpx.post(f"{address}/watch", json=body, timeout=None)
+        parts = response.text.split("\n\n")
         repeats.append([json.loads(part.removeprefix("data: ")) for part in parts if part])
     compiled = {event["lane"]: event for event in repeats[0] if event["event"] == "compiled"}
     fastest = min(repeats, key=_seconds)

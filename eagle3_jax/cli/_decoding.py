@@ -156,6 +156,14 @@ def open_decoder(
         elif drafter is not None and length != default_draft_length() == drafter.max_depth:
             options["num_speculative_tokens"] = length
 
+    if head is None and draft.draft_sampling is not None:
+        chosen.append(f"--draft-sampling {draft.draft_sampling}")
+    if head is None and chosen:
+        raise Misuse(
+            f"{', '.join(chosen)}: there is no drafter; add --drafter HEAD or --drafter ngram, or"
+            " leave the option out for plain decoding"
+        )
+
     verifier = read_verifier(draft.verifier)
     try:
         return SpeculativeDecoder(

@@ -46,7 +46,8 @@ DrafterOption = Annotated[
         "--drafter",
         help=(
             f"{DRAFTERS}. Default: the bundled head; with --target the head of smollm2 or ngram,"
-            " where generate, chat and serve decode plainly on CPUs except with --weights int8."
+            " where generate, chat and serve decode plainly on CPUs except with --weights int8 and"
+            " serve with smollm2."
         ),
     ),
 ]

@@ -98,15 +98,27 @@ def fetch_first(target: str | None, *drafters: str | None) -> None:
             locate(head, "eagle3", suggest=similar_drafters)
 
 
-def chosen_models(models: ModelOptions, dtype: str | None) -> tuple[ModelOptions, str]:
+def chosen_models(
+    models: ModelOptions, dtype: str | None, *, shows_drafts: bool = False
+) -> tuple[ModelOptions, str]:
     """Returns the models of `generate`, `chat` and `serve` with their drafter, and the precision.
 
     The models are found or downloaded first. What a command line leaves open is chosen, and a user
     who named a target is told about it.
+
+    Args:
+        models: The models of the command line.
+        dtype: Its precision.
+        shows_drafts: Whether the head of a target drafts where plain decoding may be faster.
     """
+    from eagle3_jax.files.published import is_published
+
     fetch_first(models.target, models.drafter)
     if models.drafter is None:
-        drafter = announced(default_drafter(models.target, models.weights), models.target)
+        drafter = default_drafter(models.target, models.weights)
+        if shows_drafts and drafter == "none" and is_published(models.target):
+            drafter = models.target
+        drafter = announced(drafter, models.target)
         models = dataclasses.replace(models, drafter=drafter)
     return models, dtype or default_dtype(models.target, models.weights)
 

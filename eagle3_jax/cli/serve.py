@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import socket
-from typing import Annotated, Literal
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from eagle3_jax.cli._decoding import DraftOptions, open_decoder
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._mesh import MeshOption, read_mesh
-from eagle3_jax.cli._options import CompilationCacheOption, DtypeOption, ModelOptions, grouped
+from eagle3_jax.cli._options import (
+    CompilationCacheOption,
+    DtypeOption,
+    ModelOptions,
+    grouped,
+    parse_schedule,
+)
 from eagle3_jax.cli._parts import chosen_models
-from eagle3_jax.cli._progress import spinner
+from eagle3_jax.cli._progress import Activity, counted, spinner
 from eagle3_jax.devices.compilation import keep_compiled_programs
+
+if TYPE_CHECKING:
+    from eagle3_jax import SpeculativeDecoder
+    from eagle3_jax.engine.engine import WarmUp
+
+_EVERY_ADDRESS = ("0.0.0.0", "::")
+_BACKLOG = 2048  # clients that may connect while the models load
 
 EXAMPLE = """\b
 Examples:
@@ -34,6 +50,15 @@ class ServerOptions:
     port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.", max=65535)] = (
         8000
     )
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=(
+                "Name of this machine that clients may use in the address, besides --host,"
+                " localhost and the address that they connect to; repeat it for more names."
+            )
+        ),
+    ] = None
     slots: Annotated[int, typer.Option(help="Requests that run at a time.", min=1, max=1024)] = 4
     capacity: Annotated[
         int,
@@ -79,30 +104,39 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, with OpenAI's completions and chat completions.
 
-    Requests share the rows of one batch, and each is answered as if it ran alone. Prints one line
-    when all programs are compiled. Ctrl-C or SIGTERM: new requests are refused, the running ones
-    end, and then the server. A second signal ends it at once.
+    Requests share the rows of one batch, and each is answered as if it ran alone. Two lines say
+    that all programs are compiled, and what is served. Ctrl-C or SIGTERM: new requests are refused,
+    the running ones end, and then the server. A second signal ends it at once.
     """
     # A missing package is reported before any work.
     import prometheus_client  # noqa: F401
     import starlette  # noqa: F401
     import uvicorn  # noqa: F401
 
-    with _bind(options.host, options.port) as listener:
-        models, dtype = chosen_models(models, dtype)
+    hosts = _hosts(options)
+    with _bind(options.host, options.port) as listener, contextlib.ExitStack() as shown:
+        models, dtype = chosen_models(models, dtype, shows_drafts=True)
         keep_compiled_programs(compilation_cache)
-        with spinner("loading"):
-            from eagle3_jax.server.app import Server
-            from eagle3_jax.types import SamplingMode
+        now = shown.enter_context(spinner("loading"))
 
-            devices = read_mesh(mesh, [options.slots])
-            decoder = open_decoder(models, draft, dtype, batch=options.slots, mesh=devices)
+        from eagle3_jax.server.app import Server
+        from eagle3_jax.types import SamplingMode
 
+        devices = read_mesh(mesh, [options.slots])
+        decoder = open_decoder(models, draft, dtype, batch=options.slots, mesh=devices)
         mode = SamplingMode.GREEDY if options.sampling == "greedy" else SamplingMode.TRUNCATED
-        port = listener.getsockname()[1]
-        host = f"[{options.host}]" if ":" in options.host else options.host
         model = models.target or "bundled"
-        line = f"{model} is ready at http://{host}:{port}"
+        compilation = _Compilation(now)
+
+        def announce() -> None:
+            compilation.end()
+            # The spinner would write over the lines.
+            shown.close()
+            host = f"[{options.host}]" if ":" in options.host else options.host
+            print(f"{model} is ready at http://{host}:{listener.getsockname()[1]}")
+            slots = f"{options.slots} slot{'s' * (options.slots > 1)}"
+            drafts = _described(decoder, models, draft, options.slots)
+            print(f"{slots}; {dtype}, weights {models.weights}; {drafts}", flush=True)
 
         server = Server(
             decoder,
@@ -113,13 +147,71 @@ def serve(
             logprobs=options.logprobs,
             chunk=options.chunk,
             sampling_mode=mode,
-            on_ready=lambda: print(line, flush=True),
+            hosts=hosts,
+            on_compiling=compilation.begin,
+            on_ready=announce,
         )
         server.run(listener)
 
 
+class _Compilation:
+    """Reports the program that is compiled at a terminal, and every compiled program in a log."""
+
+    def __init__(self, now: Activity) -> None:
+        self._now = now
+        self._program = ""
+        self._start = 0.0
+
+    def begin(self, program: WarmUp) -> None:
+        """Reports the end of the program before, and the begin of this one."""
+        self.end()
+        if program.number == 1:
+            self._now = counted(self._now, program.total)
+        self._program = program.program
+        self._start = time.monotonic()
+        self._now.say(f"compiling {program.program}")
+
+    def end(self) -> None:
+        """Reports the end of a program, if one has begun."""
+        if self._program and not sys.stderr.isatty():
+            self._now.tell(f"compiled {self._program} in {time.monotonic() - self._start:.1f} s")
+
+
+def _described(
+    decoder: SpeculativeDecoder, models: ModelOptions, draft: DraftOptions, num_slots: int
+) -> str:
+    """Returns the drafter and its draft lengths by rows."""
+    from eagle3_jax.loaded import shape_of
+
+    if decoder.method == "none":
+        is_chosen = models.drafter == "none"
+        return "no drafter" if is_chosen else "no drafts for so many rows (fewer --slots have them)"
+    if draft.schedule is None:
+        return f"{decoder.drafter.described}, {shape_of(decoder.loop.drafter)}"
+    steps = parse_schedule(draft.schedule).steps(num_slots)
+    lengths = [f"K={length} for up to {rows} rows" for rows, length in reversed(steps)]
+    return f"{decoder.drafter.described}, {', '.join(lengths)}"
+
+
+def _hosts(options: ServerOptions) -> list[str]:
+    """Returns the names that clients may use, besides those of the loopback and the address."""
+    names = options.allow_host or []
+    for name in names:
+        if re.fullmatch(r"[\w.-]+|[0-9a-fA-F:]+", name) is None:
+            raise Misuse(
+                f"--allow-host {name}: expected a name or an address without scheme and port, such"
+                " as gpu-box.local"
+            )
+    host = socket.gethostname() if options.host in _EVERY_ADDRESS else options.host
+    return [*names, host]
+
+
 def _bind(host: str, port: int) -> socket.socket:
-    """Returns a socket at an address; nothing can connect to it yet."""
+    """Returns a socket that listens at an address.
+
+    Clients that connect before the server runs wait: a second server at the same address is refused
+    only if the first one listens.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
     with contextlib.ExitStack() as stack:
@@ -127,6 +219,7 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
+            listener.listen(_BACKLOG)
         except OSError as error:
             reason = error.strerror or str(error)
             raise Misuse(

@@ -21,6 +21,7 @@ from eagle3_jax.decode import SpeculativeDecoder, padded_prompt
 from eagle3_jax.devices.sharding import DATA, place_rows, to_host, under
 from eagle3_jax.engine import rows
 from eagle3_jax.prompts.request import Request
+from eagle3_jax.schedule import StagedLoop
 from eagle3_jax.state import GenerationState, Prompts
 from eagle3_jax.stats import SpeculationStats, TokenLogProb
 from eagle3_jax.types import FinishReason, SamplingMode, SamplingParams
@@ -69,6 +70,14 @@ class _Partial(NamedTuple):
     entry: _Entry
     state: GenerationState
     done: int  #: Tokens of the prompt that have run.
+
+
+class WarmUp(NamedTuple):
+    """A program that an engine is about to compile."""
+
+    number: int  #: From 1.
+    total: int
+    program: str  #: What it computes.
 
 
 class Engine:
@@ -120,8 +129,8 @@ class Engine:
                 wait.
 
         Raises:
-            ValueError: There is no slot, a chunk has no token, or the decoder's mesh does not
-                divide the slots.
+            ValueError: There is no slot, a chunk has no token, a row has no room for a draft, or
+                the decoder's mesh does not divide the slots.
         """
         if slots < 1:
             raise ValueError(f"slots is {slots}; expected at least 1")
@@ -141,6 +150,11 @@ class Engine:
         self.num_slots = slots
         self.num_logprobs = logprobs
         self.room = min(capacity - drafter.num_nodes, positions, drafter_positions)
+        if self.room < 2:
+            raise ValueError(
+                f"capacity is {capacity}; expected at least {drafter.num_nodes + 2}: a draft of"
+                f" {drafter.num_nodes} tokens, a prompt and a new token"
+            )
         self._loop = dataclasses.replace(decoder.loop, sampling_mode=sampling_mode)
         self._parts = parts
         self._capacity = padded_prompt(capacity)
@@ -238,13 +252,34 @@ class Engine:
             outputs.update(ended(self.tick()))
         return [outputs[request_id] for request_id in ids]
 
-    def warm_up(self) -> Iterator[int]:
-        """Compiles the programs of every padded length before requests come, and yields it."""
+    def warm_up(self) -> Iterator[WarmUp]:
+        """Compiles all programs before requests come, and yields each before its compilation.
+
+        They are one for each padded length of prompts, and one for each draft length.
+        """
         longest = self.room - 1
-        for length in sorted({padded_prompt(length) for length in range(1, longest + 1)}):
-            self.run([Request([0] * min(length, longest), 1, ignore_stop=True)])
-            self._end_row(0)
-            yield length
+        lengths = sorted({padded_prompt(length) for length in range(1, longest + 1)})
+        loop = self._loop
+        rounds = loop.reachable(self.num_slots) if isinstance(loop, StagedLoop) else [loop]
+        total = len(lengths) + len(rounds)
+
+        for number, length in enumerate(lengths, 1):
+            yield WarmUp(number, total, f"prompts of up to {length} tokens")
+            request_id = self.submit(Request([0] * min(length, longest), 1, ignore_stop=True))
+            with under(self.decoder.mesh):
+                while not self._slots:
+                    self._begin()
+            self.cancel(request_id)
+
+        for number, loop in enumerate(rounds, len(lengths) + 1):
+            num_nodes = loop.drafter.num_nodes
+            yield WarmUp(number, total, f"verification, tokens per row: {num_nodes}")
+            with under(self.decoder.mesh):
+                assert self._state is not None
+                self._state = loops.step(loop, self.decoder.params, self._state).state
+
+        # The small programs with which the host reads a round.
+        self.run([Request([0], 1, ignore_stop=True)])
 
     def tick(self) -> list[Event]:
         """Begins one group of prompts or runs one chunk, and runs ``rounds_per_check`` rounds.
@@ -253,11 +288,15 @@ class Engine:
             What the requests have written.
         """
         with under(self.decoder.mesh):
-            if self._partial is None and self._waiting and len(self._slots) < self.num_slots:
-                self._begin_group()
-            if self._partial is not None:
-                self._run_chunk(self._partial)
+            self._begin()
             return self._run_rounds() if self._slots else []
+
+    def _begin(self) -> None:
+        """Begins one group of prompts, or runs one chunk."""
+        if self._partial is None and self._waiting and len(self._slots) < self.num_slots:
+            self._begin_group()
+        if self._partial is not None:
+            self._run_chunk(self._partial)
 
     def _begin_group(self) -> None:
         """Prefills the first waiting requests, as many of one padded length as may run together.

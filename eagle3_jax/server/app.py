@@ -7,19 +7,21 @@ import contextlib
 import enum
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from eagle3_jax import __version__
 from eagle3_jax.decode import SpeculativeDecoder
-from eagle3_jax.engine.engine import Engine, Event
+from eagle3_jax.engine.engine import Engine, Event, WarmUp
+from eagle3_jax.server.access import KnownHosts
 from eagle3_jax.server.metrics import CONTENT_TYPE, Metrics
 from eagle3_jax.server.openai import (
     FINISH_REASONS,
@@ -30,6 +32,7 @@ from eagle3_jax.server.openai import (
     join_choices,
     parse_body,
     read_request,
+    wrong_model,
 )
 from eagle3_jax.server.page.viewer import Viewer
 from eagle3_jax.server.transport import (
@@ -77,6 +80,8 @@ class Server:
         logprobs: int | None = None,
         chunk: int | None = None,
         sampling_mode: SamplingMode = SamplingMode.TRUNCATED,
+        hosts: Sequence[str] = (),
+        on_compiling: Callable[[WarmUp], None] = lambda program: None,
         on_ready: Callable[[], None] = lambda: None,
     ) -> None:
         """Makes a server; nothing is compiled yet.
@@ -91,6 +96,8 @@ class Server:
                 are computed.
             chunk: Longest part of a prompt that runs between two rounds. Default: whole prompts.
             sampling_mode: The work that requests may need.
+            hosts: Further names of this machine that clients may use in the address.
+            on_compiling: Called before each program is compiled.
             on_ready: Called when all programs are compiled.
 
         Raises:
@@ -107,10 +114,12 @@ class Server:
         self._offer = Offer(decoder, model or decoder.target.name, self._engine.room, logprobs)
 
         self._most_open = slots + max_queue
+        self._on_compiling = on_compiling
         self._on_ready = on_ready
         # Requests that wait or run.
         self._open: set[Ticket] = set()
         self._state = State.COMPILING
+        self._program: WarmUp | None = None
         self._started = int(time.time())
         self._loop: asyncio.AbstractEventLoop | None = None
         self._http: uvicorn.Server | None = None
@@ -134,6 +143,7 @@ class Server:
             Route("/v1/completions", self._complete, methods=["POST"]),
             Route("/v1/chat/completions", self._complete, methods=["POST"]),
             Route("/v1/models", self._list_models),
+            Route("/v1/models/{model:path}", self._find_model),
             Route("/version", self._tell_version),
             Route("/health", lambda request: self._refuse() or Response()),
             Route("/metrics", self._tell_metrics),
@@ -142,8 +152,16 @@ class Server:
             BadRequest: lambda request, error: respond_error(error.status, str(error), error.param),
             HTTPException: lambda request, error: respond_error(error.status_code, error.detail),
             ClientDisconnect: lambda request, error: Response(status_code=_CLIENT_LEFT),
+            RecursionError: lambda request, error: respond_error(
+                400, "the body is nested too deeply"
+            ),
         }
-        self.app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self._live)
+        self.app = Starlette(
+            routes=routes,
+            middleware=[Middleware(KnownHosts, hosts)],
+            exception_handlers=handlers,
+            lifespan=self._live,
+        )
 
     def run(self, listener: socket.socket) -> None:
         """Serves at a bound socket until SIGTERM or Ctrl-C.
@@ -188,6 +206,7 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._worker = Worker(
             self._engine,
+            on_compiling=self._tell_compilation,
             on_ready=self._take_requests,
             on_events=self._deliver,
             on_failure=self._fail,
@@ -200,6 +219,10 @@ class Server:
         except asyncio.CancelledError:
             # After a second signal running requests are not waited for.
             self._worker.abandon()
+
+    def _tell_compilation(self, program: WarmUp) -> None:
+        self._program = program
+        self._on_compiling(program)
 
     def _take_requests(self) -> None:
         if self._state is State.COMPILING:
@@ -255,8 +278,8 @@ class Server:
     def _tell_metrics(self, request: Request) -> Response:
         return Response(self._metrics.text(), media_type=CONTENT_TYPE)
 
-    async def _list_models(self, request: Request) -> Response:
-        model = {
+    def _model(self) -> dict[str, Any]:
+        return {
             "id": self._offer.model,
             "object": "model",
             "created": self._started,
@@ -265,13 +288,25 @@ class Server:
             "parent": None,
             "max_model_len": self._offer.room,
         }
-        return JSONResponse({"object": "list", "data": [model]})
+
+    def _list_models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    def _find_model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        if name != self._offer.model:
+            raise wrong_model(name, self._offer)
+        return JSONResponse(self._model())
 
     def _refuse(self) -> Response | None:
         """Returns the answer to every request, unless the server is ready."""
         if self._state is State.READY:
             return None
-        return respond_error(503, f"the server {self._state.value}")
+        message = f"the server {self._state.value}"
+        if self._state is State.COMPILING and self._program is not None:
+            number, total, program = self._program
+            message = f"{message}: {number} of {total}, {program}"
+        return respond_error(503, message)
 
     async def _complete(self, request: Request) -> Response:
         body = await read_body(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import secrets
 import time
 import uuid
@@ -101,14 +102,23 @@ class Offer:
     num_logprobs: int | None
 
 
+def wrong_model(name: str, offer: Offer) -> BadRequest:
+    """Returns the refusal of a model that the server does not have."""
+    return BadRequest(
+        f"model is {name!r:.80}; this server has {offer.model!r}", "model", status=404
+    )
+
+
 def parse_body(body: bytes) -> dict[str, Any]:
     """Parses the body of a request.
 
     Raises:
-        BadRequest: It is not an object in strict JSON.
+        BadRequest: It is not an object in strict JSON, or one of its texts has half of a
+            surrogate pair.
     """
     try:
         values = parse_json(body.decode())
+        json.dumps(values, ensure_ascii=False).encode()
     except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error}") from None
     if not isinstance(values, dict):
@@ -131,15 +141,19 @@ def read_request(values: Mapping[str, Any], offer: Offer, *, is_chat: bool) -> C
     fields = _Fields(values)
     model = fields.take("model", str, offer.model)
     if model != offer.model:
-        raise BadRequest(
-            f"model is {model!r:.80}; this server has {offer.model!r}", "model", status=404
-        )
+        raise wrong_model(model, offer)
     logprobs = _read_logprobs(fields, offer, is_chat=is_chat)
     stops = _read_stops(fields, offer)
     stream = fields.take("stream", bool, False)
     stream_options = fields.take("stream_options", dict, None)
     if stream_options is not None and not stream:
         raise BadRequest("stream_options needs stream", "stream_options")
+    of_stream = _Fields(stream_options or {})
+    include_usage = of_stream.take("include_usage", bool, False)
+    # Clients ask for more numbers in each chunk and for padding, and do without them.
+    for name in ("continuous_usage_stats", "include_obfuscation"):
+        of_stream.take(name, bool, False)
+    of_stream.refuse_unread()
     echo = False if is_chat else fields.take("echo", bool, False)
 
     # The limit depends on the length of the prompt in tokens.
@@ -167,7 +181,7 @@ def read_request(values: Mapping[str, Any], offer: Offer, *, is_chat: bool) -> C
         is_chat=is_chat,
         prompt_text=prompt_text,
         stream=stream,
-        include_usage=bool((stream_options or {}).get("include_usage")),
+        include_usage=include_usage,
         logprobs=logprobs,
         echo=echo,
         with_ids=fields.take("return_token_ids", bool, False),
@@ -206,7 +220,10 @@ class _Fields:
         """Refuses every field that has not been read and might change the answer."""
         for name, value in self._unread.items():
             neutral = _NEUTRAL.get(name, ())
-            if value is None or neutral is None or value in neutral:
+            if value is None or neutral is None:
+                continue
+            # Python's `True` equals 1.
+            if value in neutral and isinstance(value, bool) == isinstance(neutral[0], bool):
                 continue
             raise BadRequest(f"{name!r:.80} is not supported by this server; leave it out", name)
 
@@ -216,8 +233,10 @@ def _read_logprobs(fields: _Fields, offer: Offer, *, is_chat: bool) -> int | Non
     param = "logprobs"
     count = fields.take("logprobs", bool if is_chat else int, None)
     if is_chat:
-        most_likely = fields.take("top_logprobs", int, 0)
-        count = most_likely if count else None
+        most_likely = fields.take("top_logprobs", int, None)
+        if most_likely is not None and not count:
+            raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
+        count = (most_likely or 0) if count else None
         param = "top_logprobs" if most_likely else param
     if count is None:
         return None
@@ -273,7 +292,8 @@ def _read_prompt(fields: _Fields, target: LoadedTarget, *, is_chat: bool) -> Req
     if is_chat:
         if target.chat_template is None:
             raise BadRequest(f"{target.name} has no chat template; use /v1/completions", "messages")
-        messages = [_flatten_content(message) for message in fields.take("messages", list, [])]
+        messages = fields.take("messages", list, [])
+        messages = [_read_turn(message, number) for number, message in enumerate(messages, 1)]
         return Request("", 0, messages=messages)
 
     prompt = fields.take("prompt", (str, list), None)
@@ -287,18 +307,34 @@ def _read_prompt(fields: _Fields, target: LoadedTarget, *, is_chat: bool) -> Req
     return Request(prompt, 0)
 
 
-def _flatten_content(message: Any) -> Any:
-    """Returns a message whose content is a text: a list of text parts is joined."""
-    content = message.get("content") if isinstance(message, dict) else None
-    if not isinstance(content, list):
+def _read_turn(message: Any, number: int) -> Any:
+    """Returns a message as templates take it: a list of text parts is joined.
+
+    The role ``developer`` is OpenAI's newer name of ``system``. Fields that are null are absent.
+    """
+    if not isinstance(message, dict):
         return message
-    texts = [
-        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-        for part in content
-    ]
-    if not all(isinstance(text, str) for text in texts):
-        raise BadRequest("content has a part that is not text", "messages")
-    return {**message, "content": "".join(texts)}  # type: ignore[arg-type]
+    turn = {name: value for name, value in message.items() if value is not None}
+    for name in turn:
+        if name not in ("role", "content"):
+            raise BadRequest(
+                f"message {number} has {name!r:.80}, which is not supported by this server; leave"
+                " it out",
+                f"messages[{number - 1}].{name}",
+            )
+    if turn.get("role") == "developer":
+        turn["role"] = "system"
+
+    content = turn.get("content")
+    if isinstance(content, list):
+        texts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+            for part in content
+        ]
+        if not all(isinstance(text, str) for text in texts):
+            raise BadRequest("content has a part that is not text", "messages")
+        turn["content"] = "".join(texts)  # type: ignore[arg-type]
+    return turn
 
 
 class Answer:

@@ -16,7 +16,12 @@ from eagle3_jax.server.openai import BadRequest
 
 LARGEST_BODY = 2**20  # bytes
 _MOST_DROPPED = 2**26  # bytes of a larger body that are read, so that its sender reads the answer
-_ERROR_TYPES = {404: "NotFoundError", 500: "InternalServerError", 503: "ServiceUnavailableError"}
+_ERROR_TYPES = {
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 

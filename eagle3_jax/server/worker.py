@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from eagle3_jax.engine.engine import Engine, Event
+from eagle3_jax.engine.engine import Engine, Event, WarmUp
 from eagle3_jax.engine.scoring import score
 from eagle3_jax.prompts.request import Request
 from eagle3_jax.server.openai import CompletionRequest
@@ -91,6 +91,7 @@ class Worker:
         self,
         engine: Engine,
         *,
+        on_compiling: Callable[[WarmUp], None],
         on_ready: Callable[[], None],
         on_events: Callable[[list[tuple[Ticket, Event | PromptEcho]], SpeculationStats], None],
         on_failure: Callable[[BaseException], None],
@@ -99,12 +100,14 @@ class Worker:
 
         Args:
             engine: The engine.
+            on_compiling: Called before each program is compiled.
             on_ready: Called when all programs are compiled.
             on_events: Takes the events of a tick or the scores of a prompt, and the counters of all
                 rounds.
             on_failure: Called when the engine has failed and the thread ends.
         """
         self._engine = engine
+        self._on_compiling = on_compiling
         self._on_ready = on_ready
         self._on_events = on_events
         self._on_failure = on_failure
@@ -152,9 +155,10 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            for _ in self._engine.warm_up():
+            for program in self._engine.warm_up():
                 if self._is_stopped:
                     return
+                self._notify(self._on_compiling, program)
             self._notify(self._on_ready)
 
             while self._run_commands():

@@ -166,6 +166,23 @@ def test_the_drafter_of_a_target_without_one_depends_on_the_device(monkeypatch) 
         assert default_drafter("smollm2", "int8") == int8
 
 
+def test_a_server_drafts_with_the_head_of_its_target(monkeypatch) -> None:
+    """Its page shows drafts."""
+    from eagle3_jax.cli import _parts
+    from eagle3_jax.cli._options import ModelOptions
+
+    monkeypatch.setattr(_parts, "fetch_first", lambda *sources: None)
+    for target, weights, expected in (
+        ("smollm2", "dense", "smollm2"),
+        ("smollm2", "int8", "ngram+smollm2"),
+        ("a target", "dense", "none"),
+        (None, "dense", None),
+    ):
+        models = ModelOptions(target=target, weights=weights)
+        chosen, _ = _parts.chosen_models(models, "float32", shows_drafts=True)
+        assert chosen.drafter == expected
+
+
 # ---------------------------------------------------------------- at a terminal
 
 

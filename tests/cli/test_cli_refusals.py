@@ -55,7 +55,7 @@ BIG = ("--target", "Llama-3.3-70B", "--weights", "fp8", "--gpu", "H200")
         (("generate", "--target", "", "--drafter", "none", *PROMPT), "--target is empty"),
         (
             ("generate", *TARGET, "--drafter", "none", *PROMPT, "--num-speculative-tokens", "3"),
-            "without a drafter",
+            "error: --num-speculative-tokens 3: there is no drafter; add --drafter HEAD or",
         ),
         (("generate", *PROMPT, "--target", "GPT-5"), "did you mean gpt-oss-20b?"),
         (

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 
 import eagle3_jax as e3
 from eagle3_jax.engine.engine import Engine
+from eagle3_jax.measure.timing import CompileClock
 from eagle3_jax.prompts.request import Request
 from eagle3_jax.types import SamplingMode
 
@@ -149,3 +150,21 @@ def test_every_order_of_requests_is_answered(machine: type[Schedule]) -> None:
         max_examples=15, stateful_step_count=25, deadline=None, derandomize=True, phases=phases
     )
     run_state_machine_as_test(machine, settings=settings)
+
+
+@pytest.mark.parametrize("chunk", [None, 8])
+def test_a_warm_engine_compiles_nothing_whatever_comes(chunk: int | None) -> None:
+    engine = Engine(decoder(), slots=SLOTS, capacity=48, chunk=chunk)
+    programs = list(engine.warm_up())
+    assert [program.number for program in programs] == list(range(1, programs[0].total + 1))
+    assert [program.program for program in programs] == [
+        "prompts of up to 16 tokens",
+        "prompts of up to 32 tokens",
+        "prompts of up to 64 tokens",
+        "verification, tokens per row: 2",
+        "verification, tokens per row: 4",
+    ]
+    expected = continuations()
+    with CompileClock() as clock:
+        outputs = engine.run([Request(prompt, LONGEST) for prompt in PROMPTS])
+    assert (outputs, clock.programs) == (expected, 0)

@@ -12,6 +12,7 @@ from typing import Any
 import eagle3_jax as e3
 
 TEMPLATE = e3.ChatTemplate("{% for message in messages %}{{ message.content }}\n{% endfor %}")
+JSON_BODY = {"Content-Type": "application/json"}
 Answer = dict[str, Any]
 
 
@@ -23,7 +24,7 @@ def decoder() -> e3.SpeculativeDecoder:
 
 def post(url: str, body: Any, path: str = "/v1/completions") -> tuple[int, Answer]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
+    request = urllib.request.Request(url + path, data, JSON_BODY)
     try:
         with urllib.request.urlopen(request, timeout=300) as response:
             return response.status, json.loads(response.read())
@@ -40,7 +41,8 @@ def complete(url: str, **fields: Any) -> Answer:
 
 
 def events_of(url: str, body: Answer, path: str = "/v1/completions") -> list[Answer]:
-    request = urllib.request.Request(url + path, json.dumps(body | {"stream": True}).encode())
+    data = json.dumps(body | {"stream": True}).encode()
+    request = urllib.request.Request(url + path, data, JSON_BODY)
     with urllib.request.urlopen(request, timeout=300) as response:
         assert response.headers["Content-Type"].startswith("text/event-stream")
         parts = response.read().decode().split("\n\n")

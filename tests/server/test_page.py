@@ -25,7 +25,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 
-from server_client import Answer, complete, decoder, generated, get, post
+from server_client import JSON_BODY, Answer, complete, decoder, generated, get, post
 
 from eagle3_jax.server.local import serving
 from eagle3_jax.server.page.lanes import acceptance
@@ -44,7 +44,7 @@ def url() -> Iterator[str]:
 
 def watch(url: str, *, may_fail: bool = False, **fields: Any) -> list[Answer]:
     body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, **fields}
-    request = urllib.request.Request(f"{url}/watch", json.dumps(body).encode())
+    request = urllib.request.Request(f"{url}/watch", json.dumps(body).encode(), JSON_BODY)
     with urllib.request.urlopen(request, timeout=300) as response:
         assert response.headers["Content-Type"].startswith("text/event-stream")
         parts = response.read().decode().split("\n\n")
@@ -257,7 +257,7 @@ def test_the_probability_of_acceptance_is_how_often_the_rule_accepts() -> None:
 def test_other_requests_are_answered_while_the_page_is(url: str) -> None:
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
     body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0}
-    connection.request("POST", "/watch", json.dumps(body))
+    connection.request("POST", "/watch", json.dumps(body), JSON_BODY)
     response = connection.getresponse()
     response.read(20)
     status, answer = post(url, body, "/watch")
@@ -278,7 +278,7 @@ def wait_until_free(url: str) -> None:
 
 def is_refused(url: str, body: Answer) -> bool:
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
-    connection.request("POST", "/watch", json.dumps(body))
+    connection.request("POST", "/watch", json.dumps(body), JSON_BODY)
     response = connection.getresponse()
     text = response.read().decode()
     assert response.status == 503 or '"event": "done"' in text

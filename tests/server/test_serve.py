@@ -32,8 +32,12 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 
-from server_client import Answer, complete, decoder, events_of, generated, get, post
+from server_client import JSON_BODY, Answer, complete, decoder, events_of, generated, get, post
 
+from eagle3_jax.cli._decoding import DraftOptions
+from eagle3_jax.cli._errors import Misuse
+from eagle3_jax.cli._options import ModelOptions
+from eagle3_jax.cli.serve import ServerOptions, _bind, _described, _hosts
 from eagle3_jax.server.local import serving
 
 PROMPTS = [
@@ -312,7 +316,7 @@ def test_the_page_names_the_metrics_that_exist(url: str) -> None:
 def leave(url: str, body: Answer) -> None:
     """Sends a request, and leaves when it runs; a stream after the first bytes of the answer."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
-    connection.request("POST", "/v1/completions", json.dumps(body))
+    connection.request("POST", "/v1/completions", json.dumps(body), JSON_BODY)
     if body["stream"]:
         connection.getresponse().read(20)
     else:
@@ -349,7 +353,7 @@ def test_a_client_that_leaves_frees_its_slot_and_its_rounds_count(url: str, stre
 def test_a_slow_reader_does_not_hold_up_the_others(url: str) -> None:
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
     body = {"prompt": "def", "max_tokens": 50, "stream": True, "temperature": 0, "ignore_eos": True}
-    connection.request("POST", "/v1/completions", json.dumps(body))
+    connection.request("POST", "/v1/completions", json.dumps(body), JSON_BODY)
 
     fields = requests()[4]
     assert complete(url, **fields)["text"] == generated(fields).text
@@ -406,7 +410,15 @@ BAD = [
     ({"prompt": "x", "stop": ["a"] * 5}, "stop", 400),
     ({"prompt": "x", "stop": [""]}, "stop", 400),
     ({"prompt": "x", "stream_options": {}}, "stream_options", 400),
+    ({"prompt": "x", "stream": True, "stream_options": {"include_usage": 1}}, "include_usage", 400),
+    ({"prompt": "x", "stream": True, "stream_options": {"other": 1}}, "other", 400),
     ({"prompt": "x", "n": 2}, "n", 400),
+    ({"prompt": "x", "n": True}, "n", 400),
+    ({"prompt": "x", "min_p": False}, "min_p", 400),
+    ({"prompt": "x", "use_beam_search": 0}, "use_beam_search", 400),
+    ({"prompt": "\ud800"}, None, 400),
+    ({"prompt": "x", "user": {"\ud800": 1}}, None, 400),
+    ({"\ud800": 1}, None, 400),
     ({"prompt": "x", "presence_penalty": 0.5}, "presence_penalty", 400),
     ({"prompt": "x", "tools": [{"type": "function"}]}, "tools", 400),
     ({"prompt": "x", "response_format": {"type": "json_object"}}, "response_format", 400),
@@ -422,6 +434,13 @@ def test_a_bad_request_is_refused_with_its_field(
     assert actual == status
     assert answer["error"]["param"] == param and answer["error"]["code"] == status
     assert answer["error"]["message"] and "\n" not in answer["error"]["message"]
+
+
+def test_a_deep_value_is_refused(url: str) -> None:
+    """Python's limit is that of the stack, so some depth is read and cannot be printed."""
+    for depth in range(880, 1000, 8):
+        status, answer = post(url, b'{"prompt": ' + b"[" * depth + b"]" * depth + b"}")
+        assert status == 400 and answer["error"]["message"]
 
 
 def test_values_that_change_nothing_pass(url: str) -> None:
@@ -523,6 +542,19 @@ def test_a_chat_is_the_completion_of_the_rendered_conversation(url: str) -> None
     assert answer["choices"][0]["message"]["content"] == unlimited["text"]
 
 
+def test_a_developer_is_the_system_and_empty_fields_are_absent(url: str) -> None:
+    answers = [
+        post(url, {"messages": messages, "temperature": 0, "max_tokens": 4}, CHAT)
+        for messages in (
+            [{"role": "system", "content": "def"}],
+            [{"role": "developer", "content": "def", "name": None}],
+        )
+    ]
+    assert [status for status, _ in answers] == [200, 200]
+    system, developer = (answer["choices"] for _, answer in answers)
+    assert system == developer
+
+
 def test_log_probabilities_of_a_chat_have_their_own_form(url: str) -> None:
     fields = {"max_tokens": 3, "temperature": 0}
     body = {"messages": QUESTION, "logprobs": True, "top_logprobs": 2, **fields}
@@ -591,6 +623,12 @@ def test_a_server_says_what_it_cannot_do(small: str, body: Answer, path: str, me
             "has a part that is not text",
         ),
         ({"messages": QUESTION, "echo": True}, "'echo' is not supported"),
+        ({"messages": QUESTION, "top_logprobs": 2}, "top_logprobs needs logprobs"),
+        ({"messages": QUESTION, "logprobs": False, "top_logprobs": 0}, "needs logprobs"),
+        (
+            {"messages": [{"role": "user", "content": "x", "name": "Ann"}]},
+            "message 1 has 'name', which is not supported",
+        ),
     ],
 )
 def test_a_bad_conversation_is_refused(url: str, body: Answer, message: str) -> None:
@@ -654,13 +692,14 @@ def serving_command(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line.startswith("mine:target is ready at http://127.0.0.1:")
+        assert process.stdout.readline() == "1 slot; float32, weights dense; no drafter\n"
         yield process, line.split()[-1].removeprefix("http://")
 
 
 def begin_long_stream(address: str) -> http.client.HTTPResponse:
     connection = http.client.HTTPConnection(address, timeout=60)
     body = {"prompt": [1, 2], "max_tokens": 500, "stream": True}
-    connection.request("POST", "/v1/completions", json.dumps(body))
+    connection.request("POST", "/v1/completions", json.dumps(body), JSON_BODY)
     response = connection.getresponse()
     response.read(10)
     return response
@@ -691,7 +730,9 @@ def test_a_second_ctrl_c_ends_the_server_without_a_traceback(tmp_path: Path) -> 
             process.send_signal(signal.SIGINT)
             time.sleep(0.02)
         assert process.wait(60) == 0
-        assert process.stderr is not None and process.stderr.read() == ""
+        assert process.stderr is not None
+        for number, line in enumerate(process.stderr.read().splitlines(), 1):
+            assert re.fullmatch(rf"{number} of 8(, about .* left)?: compiled .* in \d+\.\d s", line)
         response.close()
 
 
@@ -700,6 +741,39 @@ def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture) -> None:
         assert run(["serve", "--port", str(listener.getsockname()[1])]) == 2
     error = capsys.readouterr().err
     assert "address already in use; choose another port" in error and error.count("\n") == 1
+
+
+def test_a_port_is_taken_while_the_models_load_and_free_after_the_end() -> None:
+    with _bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(Misuse, match=f"--port {port}: address already in use"):
+            _bind("127.0.0.1", port)
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            # The side that closes first keeps the address for a while.
+            listener.accept()[0].close()
+            assert client.recv(1) == b""
+    _bind("127.0.0.1", port).close()
+
+
+def test_a_schedule_is_described_by_rows() -> None:
+    lists = "[[1, 2, 3], [3, 8, 1]]"
+    schedule = e3.SpeculationSchedule.from_lists(json.loads(lists))
+    decoder = e3.SpeculativeDecoder(tiny.target(13), e3.drafters.NGram(3), schedule=schedule)
+    lengths = _described(decoder, ModelOptions(), DraftOptions(schedule=lists), 4)
+    assert lengths == "NGram, K=3 for up to 2 rows, K=1 for up to 4 rows"
+
+
+def test_a_name_of_this_machine_has_no_scheme_and_no_port(
+    capsys: pytest.CaptureFixture,
+) -> None:
+    for name in ("http://box", "box:8000", "*", "", "a/b"):
+        assert run(["serve", "--allow-host", name]) == 2
+        assert "expected a name or an address without scheme" in capsys.readouterr().err
+    assert _hosts(ServerOptions(allow_host=["box.local", "fd00::1"]))[:2] == [
+        "box.local",
+        "fd00::1",
+    ]
+    assert socket.gethostname() in _hosts(ServerOptions(host="0.0.0.0"))
 
 
 def test_a_missing_package_is_one_line(
