@@ -131,7 +131,7 @@ function showResult({ tau }) {
     : `Drafting does not pay off: a round writes ${tau.toFixed(2)} tokens, but takes as long as ${cost} plain steps.`;
   const measured = machine()?.measured[length - 1];
   one(".measured").textContent = measured
-    ? `${machine().about} There, drafts of ${length} made greedy decoding ${measured.speedup.toFixed(2)}× as fast, with ${measured.tau.toFixed(2)} tokens per round on ${machine().prompts}.`
+    ? `${machine().about} Measured on ${machine().prompts}: drafts of ${length} made greedy decoding ${measured.speedup.toFixed(2)}× as fast, with ${measured.tau.toFixed(2)} tokens per round. The formula gives ${speedupOf(measured.tau, settings).toFixed(2)}× for them.`
     : machine()?.about ?? "Costs of your own: moved by hand.";
 }
 
@@ -215,6 +215,7 @@ function showLanes(positions) {
   const buttons = rounds.map(({ root: first, accepted }, index) => {
     const button = asButton(element("span", "round"), () => chooseRound(index));
     const time = (index + 1) * roundCost(settings);
+    button.dataset.time = time;
     const added = accepted === settings.length ? "bonus" : "corrected";
     for (let place = first + 1; place <= first + accepted + 1; place++) {
       button.append(tokenSpan(tokens[place], place <= first + accepted ? "accepted" : added, time));
@@ -244,7 +245,7 @@ function showClock() {
     one(`${lane} .track i`).style.width = `${100 * Math.min(clock / (end || 1), 1)}%`;
     const done = clock >= end ? `, done after ${end.toFixed(1)} plain steps` : "";
     one(`${lane} .passes`).textContent = `${passes} passes of the target${done}`;
-    for (const token of all(`${lane} .token`)) token.classList.toggle("later", token.dataset.time > clock + 1e-9);
+    for (const token of all(`${lane} [data-time]`)) token.classList.toggle("later", token.dataset.time > clock + 1e-9);
   }
   field("play").textContent = running === null ? "Play" : "Pause";
 }
@@ -315,8 +316,7 @@ function draftOfRound(positions, { root: first, accepted }) {
 }
 
 function showTree(positions, round, { parents, kinds, texts }) {
-  const room = one(".tree").clientWidth || 340;
-  const column = Math.min((room - 12) / (settings.length + 2), 112);
+  const column = columnFor(parents, one(".tree"));
   const titles = texts.map((text, node) => `${visible(text)}: ${kinds[node]}`);
   const picture = drawTree({ parents, kinds, texts, titles, column });
   const choose = (node) => {

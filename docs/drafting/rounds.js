@@ -54,6 +54,8 @@ function chanceOf(position, step, settings) {
   const q = draftOf(position, step, settings);
   const { written, p } = position;
   if (!settings.isSampled) return likeliest(q.listed) === written ? 1 : 0;
+  if (settings.isPerfect) return 1;
+  // A recorded zero is less than a millionth.
   return p.listed[written] > 0 ? Math.min(1, q.listed[written] / p.listed[written]) : 0;
 }
 
@@ -123,7 +125,7 @@ function rejectedToken(position, step, settings, draw) {
   if (!settings.isSampled) return likeliest(q.listed);
   const excess = q.listed.map((mass, index) => Math.max(mass - position.p.listed[index], 0));
   const ofOthers = Math.max(q.others - q.common, 0);
-  let left = uniform(draw, 1000 * step) * excess.reduce((total, mass) => total + mass, ofOthers);
+  let left = uniform(draw, 1000 + step) * excess.reduce((total, mass) => total + mass, ofOthers);
   const index = excess.findIndex((mass) => (left -= mass) < 0);
   return index < 0 ? null : index;
 }

@@ -18,10 +18,11 @@ of ``p`` and among the 24 likeliest of ``q_1``, the likeliest of every ``q_k``, 
 other tokens together there are the sum of ``p``, the sum of each ``q_k``, and the sum of each
 ``min(p, q_k)``. At temperature 0 every distribution is a point mass.
 
-A probability ``a`` is one byte, ``255 √(-ln a / 14)`` rounded; 255 is zero. The bytes of a position
-are the number of listed tokens; the lower and the upper bytes of their ids, the likeliest of ``p``
-first; ``p`` of each and its sum over the others; for every ``k``, ``q_k`` of each, its sum over the
-others and the sum of the minima. The positions of a text are compressed together by gzip.
+A probability ``a`` is one byte, ``255 √(-ln a / 14)`` rounded; 255 is less than a millionth. The
+bytes of a position are the number of listed tokens; the lower and the upper bytes of their ids, the
+likeliest of ``p`` first; ``p`` of each and its sum over the others; for every ``k``, ``q_k`` of
+each, its sum over the others and the sum of the minima. The positions of a text are compressed
+together by gzip.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ def main() -> None:
     files = sys.argv[1:]
     target = e3.load_target("smollm2", weights="int8")
     head = e3.load_drafter("smollm2", target=target)
+    decode = target.tokenizer.decode  # type: ignore[union-attr]
     record: dict[str, Any] = {
         "about": environment(target="smollm2", drafter="smollm2", prompt_files=files),
         "temperatures": list(LENGTHS),
@@ -74,12 +76,13 @@ def main() -> None:
     for prompt in chosen(files, target)[len(record["prompts"]) :]:
         texts = written(target, prompt)
         logits = logits_of(target, head, prompt, texts)
-        entry = {"task": Path(files[len(record["prompts"]) % len(files)]).stem, "name": prompt.name}
-        entry |= {"question": prompt.text, "texts": []}
+        entries = []
         for row, temperature in enumerate(LENGTHS):
             tokens, data = packed(texts[row], logits, row, temperature)
-            entry["texts"].append({"tokens": texts[row], "data": data})
-            record["pieces"] |= {str(token): target.tokenizer.decode([token]) for token in tokens}
+            record["pieces"] |= {str(token): decode([token]) for token in tokens}
+            entries.append({"tokens": texts[row], "data": data})
+        task = Path(files[len(record["prompts"]) % len(files)]).stem
+        entry = {"task": task, "name": prompt.name, "question": prompt.text, "texts": entries}
         record["prompts"].append(entry)
         RECORD.write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
         print(len(record["prompts"]), prompt.name, flush=True)
@@ -159,13 +162,14 @@ def packed(
     target, head = logits
     data = b""
     used = set(text)
-    for place in range(1, len(text)):
-        p = distribution(target[row, place - 1], temperature)
-        if temperature == 0:  # approximately tied logits: the text decides
-            p = np.eye(1, p.size, text[place])[0]
-        rounds = range(min(STEPS, place))
-        qs = [distribution(head[k, row, place - 1 - k], temperature) for k in rounds]
-        tokens = listed(p, qs, text[place])
+    for index, text_token in enumerate(text[1:]):
+        p = distribution(target[row, index], temperature)
+        if temperature == 0:
+            # Of approximately tied logits the text decides.
+            p = point_mass(p.size, text_token)
+        steps = range(min(STEPS, index + 1))
+        qs = [distribution(head[step, row, index - step], temperature) for step in steps]
+        tokens = listed(p, qs, text_token)
         used |= {*tokens.tolist()}
         data += position(p, qs, tokens)
     return used, base64.b64encode(gzip.compress(data, mtime=0)).decode()
@@ -174,9 +178,16 @@ def packed(
 def distribution(logits: np.ndarray, temperature: float) -> np.ndarray:
     """Returns the softmax at a temperature; at 0 a point mass."""
     if temperature == 0:
-        return np.eye(1, logits.size, logits.argmax())[0]
+        return point_mass(logits.size, int(logits.argmax()))
     weights = np.exp((logits.astype(np.float64) - logits.max()) / temperature)
     return weights / weights.sum()
+
+
+def point_mass(size: int, token: int) -> np.ndarray:
+    """Returns the distribution that always gives one token."""
+    probs = np.zeros(size)
+    probs[token] = 1
+    return probs
 
 
 def listed(p: np.ndarray, qs: list[np.ndarray], text_token: int) -> np.ndarray:
