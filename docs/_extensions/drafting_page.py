@@ -39,7 +39,7 @@ def fragment() -> str:
         f" {cores(about)}. The prompts are first questions of MT-bench (Apache-2.0), HumanEval"
         " (MIT) and GSM8K (MIT)."
     )
-    recorded |= {"origin": origin, "shown": _SHOWN, "machines": [_cpu(), _gpu()]}
+    recorded |= {"origin": origin.replace("`", ""), "shown": _SHOWN, "machines": [_cpu(), _gpu()]}
     # "<" is escaped, because a token of a text can be "</script>".
     data = json.dumps(recorded, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     files = [TREES, *(PARTS / f"{name}.js" for name in ("fitting", "rounds", "page"))]

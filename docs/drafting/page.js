@@ -111,8 +111,12 @@ async function update() {
   showDepths(average.shares);
   showLengths(ownTexts);
   showLanes(texts[settings.prompt]);
+  answerCosts(average.tau);
+  answerPerfectHead(ownTexts);
   root.dataset.state = "shown";
-  await showAnswers(ownTexts, average.tau, number);
+
+  const [cold, warm] = await Promise.all([textsAt(0), textsAt(1)]);
+  if (number === updates) answerTemperature(cold, warm);
 }
 
 function showResult({ tau }) {
@@ -129,10 +133,18 @@ function showResult({ tau }) {
   one(".verdict").textContent = speedup > 1
     ? `Drafting pays off: a round writes ${tau.toFixed(2)} tokens and takes as long as ${cost} plain steps.`
     : `Drafting does not pay off: a round writes ${tau.toFixed(2)} tokens, but takes as long as ${cost} plain steps.`;
-  const measured = machine()?.measured[length - 1];
-  one(".measured").textContent = measured
-    ? `${machine().about} Measured on ${machine().prompts}: drafts of ${length} made greedy decoding ${measured.speedup.toFixed(2)}× as fast, with ${measured.tau.toFixed(2)} tokens per round. The formula gives ${speedupOf(measured.tau, settings).toFixed(2)}× for them.`
-    : machine()?.about ?? "Costs of your own: moved by hand.";
+  one(".measured").textContent = measuredWords();
+}
+
+// The measured speed-up of the machine next to what the formula gives for it.
+function measuredWords() {
+  if (!machine()) return "Costs of your own: moved by hand.";
+  const { about, prompts, measured } = machine();
+  const run = measured[settings.length - 1];
+  if (!run) return about;
+  const { speedup, tau } = run;
+  return `${about} Measured on ${prompts}: drafts of ${settings.length} made greedy decoding ${speedup.toFixed(2)}× as fast, ` +
+    `with ${tau.toFixed(2)} tokens per round. The formula gives ${speedupOf(tau, settings).toFixed(2)}× for them.`;
 }
 
 function barRow(label, share, value, isChosen = false) {
@@ -157,34 +169,44 @@ function showLengths(texts) {
     barRow(`K = ${length}`, speedups[index] / most, `${speedups[index].toFixed(2)}×`, length === settings.length));
   one(".lengths").replaceChildren(...rows);
   one(".lengths").style.setProperty("--plain", `${100 - 100 / most}%`);
-  const best = lengths[likeliest(speedups)];
-  one("[data-answer=length]").textContent =
-    `No. With these costs K = ${best} is the fastest, ${Math.max(...speedups).toFixed(2)}×. Every further guess costs time, and it counts only if all guesses before it were kept.`;
+  answer("length", lengthWords(lengths[likeliest(speedups)], Math.max(...speedups)));
 }
 
-async function showAnswers(texts, tau, number) {
+// ---------------------------------------------------------------- answers to the questions of the controls
+
+const answer = (name, words) => { one(`[data-answer=${name}]`).textContent = words; };
+
+function lengthWords(best, speedup) {
+  const fastest = `K = ${best} is the fastest, ${speedup.toFixed(2)}×.`;
+  if (best === record.steps) return `With these costs ${fastest} More guesses add less and less.`;
+  return `No. With these costs ${fastest} Every further guess costs time, and it counts only if all guesses before it were kept.`;
+}
+
+function answerCosts(tau) {
   const { length, verification, draftStep } = settings;
   const limit = (speedup) => (tau / speedup - length * draftStep).toFixed(2);
-  one("[data-answer=v]").textContent =
-    `Above a verification of ${limit(1.1)} plain steps. Above ${limit(1)} it is slower than plain decoding.`;
+  answer("v", `Above a verification of ${limit(1.1)} plain steps. Above ${limit(1)} it is slower than plain decoding.`);
   const most = (tau - verification) / length;
-  one("[data-answer=c]").textContent = most > 0
+  answer("c", most > 0
     ? `Drafting pays off as long as a draft step takes less than ${most.toFixed(3)} plain steps.`
-    : "No head is fast enough here: the verification alone costs more than the tokens of a round.";
+    : "No head is fast enough here: the verification alone costs more than the tokens of a round.");
+}
 
-  const perfect = averageRounds(texts, { ...settings, isPerfect: true }).tau;
-  const bestSpeedup = speedupOf(perfect, settings).toFixed(2);
-  one("[data-answer=perfect]").textContent =
-    `${perfect.toFixed(2)} tokens per round and ${bestSpeedup}×, at the same cost. ` + (perfect > length + 0.99
-      ? "Every guess is kept, so K limits it."
-      : "Even then not every guess is kept: the target samples, and its likeliest token is not always the one in the text.");
+function answerPerfectHead(texts) {
+  const { tau } = averageRounds(texts, { ...settings, isPerfect: true });
+  const reason = tau > settings.length + 0.99
+    ? "Every guess is kept, so K limits it."
+    : "Even then some guesses are lost: the target samples, and the text often has another token than the likeliest.";
+  answer("perfect", `${tau.toFixed(2)} tokens per round and ${speedupOf(tau, settings).toFixed(2)}×, at the same cost. ${reason}`);
+}
 
-  const [cold, warm] = await Promise.all([textsAt(0), textsAt(1)]);
-  if (number !== updates) return;
-  const tauOf = (all, isSampled) => averageRounds(compared(all, settings.task), { ...settings, isSampled, isPerfect: false }).tau.toFixed(2);
-  one("[data-answer=temperature]").textContent =
-    `At temperature 0 a round writes ${tauOf(cold, false)} tokens. At temperature 1 it writes ${tauOf(warm, false)} with likeliest and ${tauOf(warm, true)} with sampled drafts. ` +
-    "A sampling target often writes another token than the likeliest one, and then a likeliest guess is lost. A sampled guess varies like the text. It is accepted with all of the probability that p and q have in common.";
+function answerTemperature(cold, warm) {
+  const tauOf = (texts, isSampled) =>
+    averageRounds(compared(texts, settings.task), { ...settings, isSampled, isPerfect: false }).tau.toFixed(2);
+  answer("temperature", `At temperature 0 a round writes ${tauOf(cold, false)} tokens. At temperature 1 it writes ` +
+    `${tauOf(warm, false)} with likeliest and ${tauOf(warm, true)} with sampled drafts. A sampling target often writes another ` +
+    "token than the likeliest one, and then a likeliest guess is lost. A sampled guess varies like the text. It is accepted with " +
+    "all of the probability that p and q have in common.");
 }
 
 // ---------------------------------------------------------------- lanes
@@ -293,8 +315,9 @@ async function chooseRound(index) {
   }
   const draft = draftOfRound(texts[settings.prompt], rounds[index]);
   const { accepted } = rounds[index];
+  const counts = `${settings.length} drafted, ${accepted} accepted, 1 ${draft.kinds.at(-1)}`;
   one(".round-words").textContent =
-    `Round ${index + 1} of ${rounds.length}: ${settings.length} drafted, ${accepted} accepted, 1 ${draft.kinds.at(-1)}. Choose a token to see its probabilities.`;
+    `Round ${index + 1} of ${rounds.length}: ${counts}. Choose a token to see its probabilities.`;
   showTree(texts[settings.prompt], rounds[index], draft);
 }
 
@@ -320,7 +343,7 @@ function showTree(positions, round, { parents, kinds, texts }) {
   const titles = texts.map((text, node) => `${visible(text)}: ${kinds[node]}`);
   const picture = drawTree({ parents, kinds, texts, titles, column });
   const choose = (node) => {
-    picture.querySelectorAll(".node").forEach((group) => group.classList.toggle("chosen", group.dataset.node === String(node)));
+    for (const group of picture.querySelectorAll(".node")) group.classList.toggle("chosen", Number(group.dataset.node) === node);
     const step = Math.min(node > settings.length ? round.accepted + 1 : node, settings.length);
     showProbabilities(positions[round.root + step], step);
   };
@@ -374,8 +397,10 @@ function fillChoices() {
     field("prompt").append(group);
   }
   field("prompt").value = record.shown;
-  field("task").append(new Option(`all ${record.prompts.length} prompts`, "all"), ...Object.entries(TASKS).map(([task, title]) => new Option(title, task)));
-  field("machine").append(...record.machines.map(({ name }, index) => new Option(name, index)), new Option("nothing: my own costs", ""));
+  field("task").append(new Option(`all ${record.prompts.length} prompts`, "all"));
+  field("task").append(...Object.entries(TASKS).map(([task, title]) => new Option(title, task)));
+  field("machine").append(...record.machines.map(({ name }, index) => new Option(name, index)));
+  field("machine").append(new Option("nothing: my own costs", ""));
   one(".recorded").textContent = record.origin;
   say("compared", record.compared);
 }
