@@ -37,7 +37,8 @@ function asButton(target, act) {
 // What the reader has chosen, and what follows from it.
 let settings; // of rounds.js, with the costs
 let draw = 0; // number of the random course of the rounds
-let rounds = []; // of the shown text
+let shownText = []; // the positions of the text in the lanes
+let rounds = []; // of that text
 let chosenRound = null; // null: one that shows most
 let clock = Infinity; // in plain steps; at rest the end
 let running = null; // time of the last frame of the animation
@@ -229,7 +230,8 @@ function firstInstructiveRound() {
 }
 
 function showLanes(positions) {
-  rounds = drawnRounds(positions, settings, draw);
+  shownText = positions;
+  rounds = drawnRounds(shownText, settings, draw);
   if (chosenRound === null || chosenRound >= rounds.length) chosenRound = firstInstructiveRound();
   const tokens = tokensOf(settings.prompt).slice(0, lastRootOf() + 1);
   one(".plain .text").replaceChildren(...tokens.map((token, index) => tokenSpan(token, "plain", index)));
@@ -303,8 +305,7 @@ function toNextRound() {
 
 // ---------------------------------------------------------------- inside a round
 
-async function chooseRound(index) {
-  const texts = await textsAt(settings.temperature);
+function chooseRound(index) {
   chosenRound = index;
   all(".round").forEach((button, number) => button.classList.toggle("chosen", number === index));
   if (!rounds.length) {
@@ -313,22 +314,23 @@ async function chooseRound(index) {
     one(".probabilities").replaceChildren();
     return;
   }
-  const draft = draftOfRound(texts[settings.prompt], rounds[index]);
+  const draft = draftOfRound(rounds[index]);
   const { accepted } = rounds[index];
   const counts = `${settings.length} drafted, ${accepted} accepted, 1 ${draft.kinds.at(-1)}`;
   one(".round-words").textContent =
     `Round ${index + 1} of ${rounds.length}: ${counts}. Choose a token to see its probabilities.`;
-  showTree(texts[settings.prompt], rounds[index], draft);
+  showTree(rounds[index], draft);
 }
 
 // A round as a tree of one branch: the root, the drafted tokens, and the token that the target adds.
-function draftOfRound(positions, { root: first, accepted }) {
+function draftOfRound({ root: first, accepted }) {
   const { length } = settings;
   const tokens = tokensOf(settings.prompt);
   const texts = tokens.slice(first, first + accepted + 1).map(pieceOf);
   if (accepted < length) {
-    const position = positions[first + accepted + 1];
-    const rejected = rejectedToken(position, accepted + 1, settings, draw);
+    const position = shownText[first + accepted + 1];
+    // Another number than the one that rejected the token.
+    const rejected = rejectedToken(position, accepted + 1, settings, uniform(draw, shownText.length + first));
     texts.push(rejected === null ? "(unlisted)" : pieceOf(position.ids[rejected]));
   }
   while (texts.length <= length) texts.push("(lost)");
@@ -338,14 +340,14 @@ function draftOfRound(positions, { root: first, accepted }) {
   return { parents: [...parents, accepted], kinds, texts: [...texts, pieceOf(tokens[first + accepted + 1])] };
 }
 
-function showTree(positions, round, { parents, kinds, texts }) {
+function showTree(round, { parents, kinds, texts }) {
   const column = columnFor(parents, one(".tree"));
   const titles = texts.map((text, node) => `${visible(text)}: ${kinds[node]}`);
   const picture = drawTree({ parents, kinds, texts, titles, column });
   const choose = (node) => {
     for (const group of picture.querySelectorAll(".node")) group.classList.toggle("chosen", Number(group.dataset.node) === node);
     const step = Math.min(node > settings.length ? round.accepted + 1 : node, settings.length);
-    showProbabilities(positions[round.root + step], step);
+    showProbabilities(shownText[round.root + step], step);
   };
   const withBars = (node) => node > 0 && (node <= round.accepted + 1 || node > settings.length);
   for (const group of picture.querySelectorAll(".node")) {

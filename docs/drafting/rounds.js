@@ -119,13 +119,13 @@ function drawnRounds(positions, settings, draw) {
 }
 
 // The listed token that was drafted and rejected; null for one that is not listed. Given a rejection, a sampled token has
-// the probability max(q - p, 0), normalized.
-function rejectedToken(position, step, settings, draw) {
+// the probability max(q - p, 0), normalized; `chance` in [0, 1) chooses it.
+function rejectedToken(position, step, settings, chance) {
   const q = draftOf(position, step, settings);
   if (!settings.isSampled) return likeliest(q.listed);
   const excess = q.listed.map((mass, index) => Math.max(mass - position.p.listed[index], 0));
   const ofOthers = Math.max(q.others - q.common, 0);
-  let left = uniform(draw, 1000 + step) * excess.reduce((total, mass) => total + mass, ofOthers);
+  let left = chance * excess.reduce((total, mass) => total + mass, ofOthers);
   const index = excess.findIndex((mass) => (left -= mass) < 0);
   return index < 0 ? null : index;
 }

@@ -149,6 +149,17 @@ def test_tokens_per_round_and_the_speed_up_are_those_of_all_courses_of_the_round
     assert number(page, "tau") == pytest.approx(tau, abs=0.0051)
     gain = speedup(tau, num_draft_tokens=length, verify_cost=1.37, draft_cost=0.11)
     assert number(page, "speedup") == pytest.approx(gain, abs=0.0051)
+
+    # The first guess of the shown text.
+    page.locator(".round").first.click()
+    shown_prompt = SAVED["prompts"][int(page.locator("[name=prompt]").input_value())]
+    position = positions_of(shown_prompt["texts"][index])[0]
+    p = position["p"][:-1]
+    q = position["q"][0]
+    common = np.minimum(p, q[:-2]).sum() + q[-1]
+    expected = common if sampled else p[q[:-2].argmax()]
+    assert float(page.locator(".chance").get_attribute("data-value")) == pytest.approx(expected)
+
     limit = page.locator("[data-answer=v]").text_content()
     assert f"{tau / 1.1 - length * 0.11:.2f}" in limit
 
