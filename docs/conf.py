@@ -31,6 +31,7 @@ extensions = [
     "mathml",
     "narrow",  # tables on narrow screens
     "moving_picture",
+    "drafting_page",  # the page that computes with recorded distributions
     "sphinx_markdown_builder",
     "llms",  # llms.txt, and every page as Markdown
 ]

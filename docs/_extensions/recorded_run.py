@@ -10,6 +10,8 @@ DOCS = Path(__file__).resolve().parents[1]
 PAGE = DOCS.parent / "eagle3_jax" / "server" / "page" / "page.html"
 RUNS = DOCS / "recorded" / "page_runs.json"
 _NAME = "recorded_run.html"
+FITTING = DOCS / "drafting" / "fitting.js"
+_PARENTS = "parents: [...round.parents, lastOf(round)],"
 _EMPTY = '<script type="application/json" id="recorded">[]</script>'
 _MARKER = "<!-- recorded run -->"
 _FRAME = f"""```{{raw}} html
@@ -29,14 +31,21 @@ def setup(app: Any) -> dict[str, Any]:
 
 def page_with_runs() -> str:
     """Returns the page of the server with the recorded runs in it, which needs no server."""
-    page = PAGE.read_text("utf-8").replace(
-        "/* trees.js */", PAGE.with_name("trees.js").read_text("utf-8")
-    )
-    if page.count(_EMPTY) != 1:
-        raise ValueError(f"{PAGE.name} has no place for recorded runs: {_EMPTY}")
+    page = PAGE.read_text("utf-8")
+    scripts = [path.read_text("utf-8") for path in (PAGE.with_name("trees.js"), FITTING)]
+    column = 'column: columnFor([...round.parents, lastOf(round)], $("tree")),'
     runs = json.loads(RUNS.read_text(encoding="utf-8"))
     text = json.dumps(runs, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
-    return page.replace(_EMPTY, _EMPTY.replace("[]", text))
+    replacements = {
+        "/* trees.js */": "\n".join(scripts),
+        _PARENTS: f"{_PARENTS} {column}",
+        _EMPTY: _EMPTY.replace("[]", text),
+    }
+    for mark, content in replacements.items():
+        if page.count(mark) != 1:
+            raise ValueError(f"{PAGE.name} has no single place for a recorded run: {mark}")
+        page = page.replace(mark, content)
+    return page
 
 
 def _read(app: Any, docname: str, source: list[str]) -> None:

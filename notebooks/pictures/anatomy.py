@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 _INK = "#57606a"
 _GUESS = "#c05a8e"
-# heights of the feature, the token and the residual path
-_MAIN = 2.6
-_LOW = 1.0
-_ABOVE = 3.75
+# columns of the token, the feature and the residual path
+_LEFT = 2.2
+_MAIN = 6.5
+_RIGHT = 9.2
 
 
 def eagle3_head(config: Eagle3Config, num_layers: int) -> Figure:
@@ -28,85 +28,56 @@ def eagle3_head(config: Eagle3Config, num_layers: int) -> Figure:
     """
     import matplotlib.pyplot as plt
 
-    fig, ax = plt.subplots(figsize=(11.0, 4.3))
-    ax.set(xlim=(-0.9, 16.3), ylim=(-0.9, 5.5))
+    # It is narrow, so that a telephone shows its words large enough.
+    fig, ax = plt.subplots(figsize=(4.4, 6.9))
+    ax.set(xlim=(-0.3, 10.5), ylim=(0.7, 17.3))
     ax.axis("off")
     width = config.width
     count = len(config.aux_layers)
 
     # The features of the target, and their projection.
     _target(ax, config.aux_layers, num_layers)
-    _box(ax, 3.3, _MAIN, f"fc\n{count}·{config.target_width} → {width}", width=1.5)
-
-    _node(ax, 4.75, _MAIN, "g")
-    _arrow(ax, (4.05, _MAIN), (4.55, _MAIN))
-    _arrow(ax, (4.95, _MAIN), (5.45, _MAIN))
-    _box(ax, 6.0, _MAIN, "norm", width=1.0)
+    _box(ax, _MAIN, 13.4, f"fc\n{count}·{config.target_width} → {width}", width=3.2)
+    _node(ax, _MAIN, 11.7, "g")
+    _arrow(ax, (_MAIN, 12.9), (_MAIN, 12.0))
+    _arrow(ax, (_MAIN, 11.4), (_MAIN, 10.7))
+    _box(ax, _MAIN, 10.3, "norm", width=2.0, height=0.8)
 
     # The token that follows the feature.
-    _box(ax, 4.75, _LOW, "embedding\nof $x_{t+1}$", width=1.5, color=TARGET)
-    _box(ax, 6.6, _LOW, "norm", width=1.0)
-    _arrow(ax, (5.5, _LOW), (6.1, _LOW))
-    _box(
-        ax,
-        8.3,
-        (_MAIN + _LOW) / 2 + 0.4,
-        f"attention\n{2 * width} → {width}",
-        width=1.7,
-        height=1.5,
-    )
-    _arrow(ax, (6.5, _MAIN), (7.45, _MAIN - 0.15))
-    _arrow(ax, (7.1, _LOW), (7.45, _LOW + 0.85))
-    ax.text(
-        6.7,
-        (_MAIN + _LOW) / 2 + 0.2,
-        "concatenated",
-        ha="center",
-        va="center",
-        fontsize=8,
-        color=_INK,
-    )
+    _box(ax, _LEFT, 11.9, "embedding\nof $x_{t+1}$", width=2.6, color=TARGET)
+    _box(ax, _LEFT, 10.3, "norm", width=2.0, height=0.8)
+    _arrow(ax, (_LEFT, 11.4), (_LEFT, 10.7))
+    _box(ax, 4.35, 8.6, f"attention\n{2 * width} → {width}", width=3.4)
+    _arrow(ax, (_MAIN, 9.9), (5.2, 9.1))
+    _arrow(ax, (_LEFT, 9.9), (3.5, 9.1))
+    _words(ax, 4.35, 9.75, "concatenated", _INK)
 
-    _node(ax, 9.9, _MAIN, "+")
-    _arrow(ax, (9.15, _MAIN - 0.2), (9.7, _MAIN))
-    ax.plot([4.75, 4.75, 9.9], [_MAIN + 0.2, _ABOVE, _ABOVE], color=_INK, linewidth=1.2)
-    _arrow(ax, (9.9, _ABOVE), (9.9, _MAIN + 0.2))
-    ax.text(
-        7.3,
-        _ABOVE + 0.08,
-        "residual path, before the norm",
-        ha="center",
-        va="bottom",
-        fontsize=8,
-        color=_INK,
-    )
+    _node(ax, _MAIN, 7.2, "+")
+    _arrow(ax, (5.2, 8.1), (6.25, 7.4))
+    ax.plot([6.8, _RIGHT, _RIGHT], [11.7, 11.7, 7.2], color=_INK, linewidth=1.2)
+    _arrow(ax, (_RIGHT, 7.2), (6.8, 7.2))
+    _words(ax, 8.95, 9.4, "residual path, before the norm", _INK, rotation=90)
 
     # From the attention to the draft token.
-    _box(ax, 11.2, _MAIN, "norm, MLP,\n+ residual", width=1.6)
-    _arrow(ax, (10.1, _MAIN), (10.4, _MAIN))
-    _box(ax, 13.0, _MAIN, "norm", width=0.9)
-    _arrow(ax, (12.0, _MAIN), (12.55, _MAIN))
-    _box(ax, 14.9, _MAIN, f"output\n{width} → {config.draft_vocab_size}", width=1.7)
-    _arrow(ax, (13.45, _MAIN), (14.05, _MAIN))
-    _box(ax, 14.9, _LOW, "best id + d2t:\ndraft for $x_{t+2}$", width=1.9)
-    _arrow(ax, (14.9, _MAIN - 0.45), (14.9, _LOW + 0.45))
+    _box(ax, _MAIN, 6.0, "norm, MLP,\n+ residual", width=3.2)
+    _arrow(ax, (_MAIN, 6.9), (_MAIN, 6.5))
+    _box(ax, _MAIN, 4.4, "norm", width=2.0, height=0.8)
+    _arrow(ax, (_MAIN, 5.5), (_MAIN, 4.8))
+    _box(ax, _MAIN, 3.1, f"output\n{width} → {config.draft_vocab_size}", width=3.2)
+    _arrow(ax, (_MAIN, 4.0), (_MAIN, 3.6))
+    _box(ax, _MAIN, 1.5, "best id + d2t:\ndraft for $x_{t+2}$", width=3.4)
+    _arrow(ax, (_MAIN, 2.6), (_MAIN, 2.0))
 
     # The feedback of the next draft step.
     dashed = {"color": _GUESS, "linewidth": 1.4, "linestyle": (0, (4, 2))}
-    ax.plot([12.25, 12.25, 4.4, 4.4], [_MAIN, 4.6, 4.6, _MAIN + 0.55], **dashed)
-    _arrow(ax, (4.4, _MAIN + 0.6), (4.62, _MAIN + 0.17), color=_GUESS)
-    note = {"ha": "center", "fontsize": 8, "color": _GUESS}
-    ax.text(
-        8.3,
-        4.72,
-        "next draft step: own output before the final norm, without fc",
-        va="bottom",
-        **note,
-    )
+    ax.plot([_MAIN, 9.8, 9.8, 7.3], [5.15, 5.15, 12.4, 12.4], **dashed)
+    _arrow(ax, (7.3, 12.4), (6.72, 11.95), color=_GUESS)
+    feature = "next draft step: own output before the final norm, without fc"
+    _words(ax, 10.15, 8.8, feature, _GUESS, rotation=90)
 
-    ax.plot([14.9, 14.9, 4.75], [_LOW - 0.45, -0.2, -0.2], **dashed)
-    _arrow(ax, (4.75, -0.2), (4.75, _LOW - 0.45), color=_GUESS)
-    ax.text(9.8, -0.34, "next draft step: the drafted token", va="top", **note)
+    ax.plot([4.8, 0.4, 0.4], [1.5, 1.5, 11.9], **dashed)
+    _arrow(ax, (0.4, 11.9), (0.88, 11.9), color=_GUESS)
+    _words(ax, 0.05, 6.0, "next draft step: the drafted token", _GUESS, rotation=90)
 
     ax.set_title("Architecture of an EAGLE-3 head")
     plt.close(fig)
@@ -115,40 +86,28 @@ def eagle3_head(config: Eagle3Config, num_layers: int) -> Figure:
 
 def _target(ax: Axes, taps: tuple[int, ...], num_layers: int) -> None:
     """Draws the layers of the target and a line from every feature to ``fc``."""
-    low = -0.35
-    high = 4.9
+    low = 1.9
+    high = 8.4
     step = (high - low) / num_layers
     for layer in range(num_layers):
-        y = low + layer * step
-        ax.add_patch(_patch((0.0, y + 0.05 * step), 1.3, 0.9 * step, TARGET, alpha=0.16))
+        x = low + layer * step
+        ax.add_patch(_patch((x + 0.05 * step, 15.6), 0.9 * step, 1.0, TARGET, alpha=0.16))
         if num_layers <= 16 or layer in taps:
-            ax.text(
-                0.65,
-                y + step / 2,
-                str(layer),
-                ha="center",
-                va="center",
-                fontsize=min(7, 110 / num_layers),
-                color=_INK,
-            )
+            _words(ax, x + step / 2, 16.1, str(layer), _INK)
 
     for index, tap in enumerate(taps):
-        y = low + tap * step
-        ax.plot([0.0, 1.3], [y, y], color=DRAFTER, linewidth=2)
-        ax.plot([1.3, 2.0], [y, y], color=DRAFTER, linewidth=1.4)
-        _arrow(ax, (2.0, y), (2.53, _MAIN + 0.36 * (index - (len(taps) - 1) / 2)), color=DRAFTER)
+        x = low + tap * step
+        ax.plot([x, x, x], [16.6, 15.6, 15.1], color=DRAFTER, linewidth=2)
+        end = _MAIN + 0.8 * (index - (len(taps) - 1) / 2)
+        _arrow(ax, (x, 15.1), (end, 13.92), color=DRAFTER)
 
-    ax.text(0.65, high + 0.1, "target", ha="center", va="bottom", fontsize=9, color=_INK)
-    ax.text(0.65, low - 0.1, "embedding", ha="center", va="top", fontsize=8, color=_INK)
-    ax.text(
-        2.1,
-        high + 0.1,
-        "$f_t$: input of\nthese layers",
-        ha="center",
-        va="bottom",
-        fontsize=8,
-        color=DRAFTER,
-    )
+    _words(ax, 5.15, 16.95, "layers of the target", _INK)
+    _words(ax, 0.75, 16.1, "embedding", _INK)
+    _words(ax, 2.2, 14.3, "$f_t$: input of\nthese layers", DRAFTER)
+
+
+def _words(ax: Axes, x: float, y: float, text: str, color: str, *, rotation: float = 0) -> None:
+    ax.text(x, y, text, ha="center", va="center", fontsize=8, color=color, rotation=rotation)
 
 
 def _patch(
@@ -174,11 +133,11 @@ def _box(
     text: str,
     *,
     width: float,
-    height: float = 0.9,
+    height: float = 1.0,
     color: str = DRAFTER,
 ) -> None:
     ax.add_patch(_patch((x - width / 2, y - height / 2), width, height, color, alpha=0.2))
-    ax.text(x, y, text, ha="center", va="center", fontsize=8.5)
+    ax.text(x, y, text, ha="center", va="center", fontsize=9)
 
 
 def _node(ax: Axes, x: float, y: float, text: str) -> None:

@@ -140,6 +140,12 @@ def test_the_blocks_of_a_page_run_in_order(
             assert run(arguments) == 0, shlex.join(arguments)
 
 
+def test_the_front_page_has_the_command_of_its_picture() -> None:
+    script = (DOCS / "pictures" / "make.py").read_text(encoding="utf-8")
+    prompt, count = re.findall(r"^(?:PROMPT|NEW_TOKENS) = (.+)$", script, re.MULTILINE)
+    assert f"decoder.generate([{prompt}], max_new_tokens={count})" in text_of("index.md")
+
+
 def program_of(page: str) -> str:
     """The blocks of a page as one program; an error names the line of the page."""
     text = text_of(page)

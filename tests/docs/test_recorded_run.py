@@ -118,6 +118,8 @@ def test_the_page_fits_a_telephone_and_follows_the_color_scheme(address: str, sc
         for number in range(len(SAVED)):
             page.select_option("#choice", str(number))
             assert page.evaluate("document.documentElement.scrollWidth") <= 390
+            tree = page.locator("#tree")
+            assert tree.evaluate("tree => tree.scrollWidth <= tree.clientWidth")
 
         background, ink = page.evaluate(
             "[getComputedStyle(document.body).backgroundColor,"
