@@ -42,7 +42,7 @@ def fragment() -> str:
     recorded |= {"origin": origin.replace("`", ""), "shown": _SHOWN, "machines": [_cpu(), _gpu()]}
     # "<" is escaped, because a token of a text can be "</script>".
     data = json.dumps(recorded, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-    files = [TREES, *(PARTS / f"{name}.js" for name in ("fitting", "rounds", "page"))]
+    files = [TREES, *(PARTS / f"{name}.js" for name in ("rounds", "page"))]
     script = "\n".join(file.read_text(encoding="utf-8") for file in files)
     page = (PARTS / "page.html").read_text(encoding="utf-8")
     return (

@@ -10,8 +10,6 @@ DOCS = Path(__file__).resolve().parents[1]
 PAGE = DOCS.parent / "eagle3_jax" / "server" / "page" / "page.html"
 RUNS = DOCS / "recorded" / "page_runs.json"
 _NAME = "recorded_run.html"
-FITTING = DOCS / "drafting" / "fitting.js"
-_PARENTS = "parents: [...round.parents, lastOf(round)],"
 _EMPTY = '<script type="application/json" id="recorded">[]</script>'
 _MARKER = "<!-- recorded run -->"
 _FRAME = f"""```{{raw}} html
@@ -32,13 +30,10 @@ def setup(app: Any) -> dict[str, Any]:
 def page_with_runs() -> str:
     """Returns the page of the server with the recorded runs in it, which needs no server."""
     page = PAGE.read_text("utf-8")
-    scripts = [path.read_text("utf-8") for path in (PAGE.with_name("trees.js"), FITTING)]
-    column = 'column: columnFor([...round.parents, lastOf(round)], $("tree")),'
     runs = json.loads(RUNS.read_text(encoding="utf-8"))
     text = json.dumps(runs, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
     replacements = {
-        "/* trees.js */": "\n".join(scripts),
-        _PARENTS: f"{_PARENTS} {column}",
+        "/* trees.js */": PAGE.with_name("trees.js").read_text("utf-8"),
         _EMPTY: _EMPTY.replace("[]", text),
     }
     for mark, content in replacements.items():

@@ -76,6 +76,12 @@ function numberMark(kind, x, y, node) {
   return group;
 }
 
+// The width of a level with which a tree fills its place, and no more.
+function columnFor(parents, place) {
+  const levels = placesOf(parents).depth + 1;
+  return Math.max(46, Math.min(112, Math.floor((place.clientWidth - 12) / levels)));
+}
+
 // A tree as SVG, from left to right. Of each node: its parent (-1 at the root), kind, text, title (shown on hover) and
 // note (below the text, or null). `column` is the width of a level; levels after `lastLevel` have room, but are not drawn.
 function drawTree({ parents, kinds, texts, titles, notes = [], column = 112, lastLevel = Infinity, isNumbered = false }) {
