@@ -17,6 +17,8 @@ from eagle3_jax.conversion.tensors import Stored, read_stored
 from eagle3_jax.models.config import DecoderConfig
 
 LANGUAGE_MODEL = "language-model"
+# Layouts that mean Hugging Face's where a target is written.
+_OF_TARGETS = ("vllm", "sglang")
 # Heads that name auxiliary layers without saying what the numbers count.
 _COUNTED = ("eagle3", "p-eagle")
 
@@ -212,6 +214,20 @@ def note_of_modules(opened: Opened) -> str:
     return f"it holds {count} MTP module{plural} (--drafter mtp, for itself)" if count else ""
 
 
+def _refuse_options_of_heads(subject: str, to: str | None, target: DecoderConfig | None) -> None:
+    """Refuses values of :func:`convert` that only a head has."""
+    if target is not None:
+        raise CheckpointError(
+            f"{subject}, and --target names the target that a head belongs to; leave --target out,"
+            " or name a head"
+        )
+    if to not in (None, "jax", *_OF_TARGETS):
+        raise CheckpointError(
+            f"{subject}, which has no layout {to!r}; use --to jax, or one of"
+            f" {', '.join(_OF_TARGETS)} for Hugging Face's layout"
+        )
+
+
 def _refuse_layer_ids(layer_ids: str | None, reason: str) -> None:
     if layer_ids is not None:
         raise CheckpointError(f"{reason}; leave --layer-ids out")
@@ -231,9 +247,9 @@ def convert(
     Args:
         source: A checkpoint directory in any supported layout, or a GGUF file.
         destination: A directory that does not exist yet.
-        to: ``jax`` (native), or a layout of the head's method. For a target, all other values mean
-            the Hugging Face layout. Default: ``vllm``; for a method that vLLM has no layout of, the
-            first one of the method.
+        to: ``jax`` (native), or a layout of the head's method. For a target ``jax``, or ``vllm``
+            and ``sglang``, which both mean the Hugging Face layout. Default: ``vllm``; for a method
+            that vLLM has no layout of, the first one of the method.
         target: The target of a head, see :func:`read_head`.
         layer_ids: See :func:`read_head`.
         modules: Whether the MTP modules in the files of a target are converted, not the target.
@@ -257,6 +273,7 @@ def convert(
         written = to or ("vllm" if "vllm" in layouts else layouts[0])
     else:
         _refuse_layer_ids(layer_ids, f"{source} holds no draft head")
+        _refuse_options_of_heads(f"{source} is a language model", to, target)
         checkpoint = target_of(opened)
         written = "jax" if to == "jax" else "huggingface"
 

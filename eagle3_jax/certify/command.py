@@ -46,7 +46,6 @@ DEFAULT_PROMPTS = (
     "The committee decided that",
     "Here is a list of ten animals:\n1.",
 )
-_FORM = "an object with 'prompt' (a text) or 'prompt_ids' (token ids), and nothing else"
 _EVERY = 10.0  # seconds between two lines of progress where these are not on a terminal
 
 
@@ -114,7 +113,8 @@ OPTIONS = (
     Option(
         "--prompts",
         Path,
-        "JSONL file of prompts ('prompt', 'prompt_ids'). Default: twelve short texts.",
+        "JSONL file with 'prompt', 'prompt_ids', 'turns' or 'question' on each line. Default:"
+        " twelve short texts.",
     ),
     Option(
         "--speculation",
@@ -251,15 +251,18 @@ def _repeating(words: Sequence[str]) -> list[str]:
 
 def _read_prompts(path: Path) -> list[str | list[int]]:
     """Returns the texts or token ids of a file."""
-    prompts: list[str | list[int]] = []
-    for row in read_rows(path, _FORM):
-        text = row.values.get("prompt")
-        ids = row.values.get("prompt_ids")
-        is_list = isinstance(ids, list) and all(type(token) is int and token >= 0 for token in ids)
-        prompt = text if isinstance(text, str) else ids if is_list else None
-        if len(row.values) != 1 or not prompt:
-            raise ValueError(f"{row.where}expected {_FORM}")
-        prompts.append(prompt)
+    from eagle3_jax.prompts.reading import FORM, read_request
+    from eagle3_jax.prompts.request import Request
+
+    prompts = []
+    for row in read_rows(path, FORM):
+        request = read_request(row, Request("", 1))
+        if not request.prompt or {"messages", "max_new_tokens"} & set(row.values):
+            raise ValueError(
+                f"{row.where}expected a text or token ids; a certificate sends no 'messages' and"
+                " no empty prompt, and --max-new-tokens is for all prompts"
+            )
+        prompts.append(request.prompt)
     return prompts
 
 

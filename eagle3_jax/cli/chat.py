@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from eagle3_jax.chat.repetition import FEWEST, LONGEST, TIMES, Repetition, repetition_of
 from eagle3_jax.cli._decoding import DraftOptions, SamplingOptions, open_decoder
 from eagle3_jax.cli._errors import Misuse, one_line
 from eagle3_jax.cli._options import (
@@ -22,7 +23,7 @@ from eagle3_jax.cli._options import (
 )
 from eagle3_jax.cli._parts import chosen_models
 from eagle3_jax.cli._progress import spinner
-from eagle3_jax.cli._streaming import Printed, describe_method, print_stream, put
+from eagle3_jax.cli._streaming import Printed, describe_method, hint, print_stream, put
 from eagle3_jax.devices.compilation import keep_compiled_programs
 from eagle3_jax.files.jsonl import STDIN
 from eagle3_jax.prompts.request import MOST_TOKENS
@@ -30,7 +31,7 @@ from eagle3_jax.prompts.request import MOST_TOKENS
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from eagle3_jax import Chat
+    from eagle3_jax import Chat, Chunk
 
 EXAMPLE = """\b
 Examples:
@@ -59,6 +60,15 @@ def chat(
     max_new_tokens: Annotated[
         int, typer.Option(help="Maximum number of tokens of an answer.", min=1, max=MOST_TOKENS)
     ] = 512,
+    stop_repeating: Annotated[
+        bool,
+        typer.Option(
+            help=(
+                f"End an answer that loops: its newest tokens are the same 1 to {LONGEST} tokens"
+                f" {TIMES} times in a row or more, {FEWEST} tokens together."
+            )
+        ),
+    ] = True,
     dtype: DtypeOption = None,
     compilation_cache: CompilationCacheOption = None,
 ) -> None:
@@ -69,8 +79,9 @@ def chat(
     /help lists the commands.
     """
     at_terminal = all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
-    models, dtype = chosen_models(models, dtype)
-    with spinner("loading"):
+    with _loading():
+        models, dtype = chosen_models(models, dtype)
+    with _loading(), spinner("loading"):
         keep_compiled_programs(compilation_cache)
 
         from eagle3_jax import Chat
@@ -94,7 +105,7 @@ def chat(
 
     if at_terminal or not decoder.lossless:
         for line in describe_method(decoder):
-            _console(style="dim", stderr=not at_terminal).print(line, markup=False)
+            say(line, stderr=not at_terminal)
     if at_terminal:
         put(_console(), f"{decoder.target.name}: /help lists commands, Ctrl-D ends\n\n", "dim")
 
@@ -104,9 +115,21 @@ def chat(
         if line == "/reset":
             conversation = begin()
         elif re.fullmatch(r"/\w*", line):
-            put(_console(), COMMANDS, "dim")
+            unknown = "" if line == "/help" else f"unknown command {line}; there are\n"
+            put(_console(), f"{unknown}{COMMANDS}\n", "dim")
         else:
-            _answer(conversation, line, max_new_tokens, at_terminal=at_terminal)
+            answer = Answer(conversation, max_new_tokens, stop_repeating)
+            answer.print_to(line, at_terminal=at_terminal)
+
+
+@contextlib.contextmanager
+def _loading() -> Iterator[None]:
+    """Says what Ctrl-C interrupts before the conversation begins."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        hint("[interrupted while loading]")
+        raise
 
 
 def _lines(at_terminal: bool) -> Iterator[str]:
@@ -143,39 +166,93 @@ def _console(**options: Any) -> Console:
     return Console(highlight=False, soft_wrap=True, **options)
 
 
-def _answer(conversation: Chat, question: str, limit: int, *, at_terminal: bool) -> None:
-    """Prints the answer to a question. At a terminal Ctrl-C ends it, and a refusal is printed."""
-    console = _console()
-
-    try:
-        printed = print_stream(
-            console, "", conversation.stream(question), conversation.decoder.target.tokenizer
-        )
-    except (KeyboardInterrupt, ValueError) as error:
-        if not at_terminal:
-            raise
-
-        message = "\n[interrupted]"
-        if isinstance(error, ValueError):
-            message = f"error: {one_line(str(error))}"
-        # The interrupted console would print its last text again.
-        put(_console(), f"{message}\n\n", "dim")
-        return
-
-    put(console, "\n", "")
-    if console.is_terminal:
-        put(console, f"{_summary(printed, limit)}\n\n", "dim")
+def say(text: str, *, stderr: bool = False) -> None:
+    """Prints a dim line; a terminal wraps it between words."""
+    console = _console(stderr=stderr, style="dim")
+    console.print(text, markup=False, soft_wrap=not console.is_terminal)
 
 
-def _summary(printed: Printed, limit: int) -> str:
-    """Returns the size and speed of an answer in one line.
+class Answer:
+    """One answer while it is written and printed."""
 
-    The reason of its end comes first, unless that is a stop token.
-    """
-    ending = printed.ending(limit)
+    def __init__(self, conversation: Chat, limit: int, stop_repeating: bool) -> None:
+        """Prepares an answer.
+
+        Args:
+            conversation: The conversation that it continues.
+            limit: Maximum number of its tokens.
+            stop_repeating: Whether a loop ends it.
+        """
+        self._conversation = conversation
+        self._limit = limit
+        self._stops = stop_repeating
+        self._tokens: list[int] = []
+        self._num_chunks = 0
+        self._step = "reading the prompt"
+        self._repetition: Repetition | None = None
+
+    def print_to(self, question: str, *, at_terminal: bool) -> None:
+        """Prints the answer to a question.
+
+        At a terminal Ctrl-C ends it, and a refusal is printed.
+        """
+        from eagle3_jax.measure.timing import CompileClock
+
+        console = _console()
+        tokenizer = self._conversation.decoder.target.tokenizer
+        try:
+            with CompileClock() as clock:
+                clock.on_compiling = self._note_compiling
+                chunks = self._watched(self._conversation.stream(question))
+                printed = print_stream(console, "", chunks, tokenizer)
+        except (KeyboardInterrupt, ValueError) as error:
+            if not at_terminal:
+                raise
+
+            message = self._interruption()
+            if isinstance(error, ValueError):
+                message = f"error: {one_line(str(error))}"
+            # The interrupted console would print its last text again.
+            put(_console(), f"{message}\n\n", "dim")
+            return
+
+        put(console, "\n", "")
+        if console.is_terminal:
+            say(f"{_summary(printed, self._ending(printed))}\n")
+        elif self._repetition is not None:
+            say(f"[{self._ending(printed)}]", stderr=True)
+
+    def _note_compiling(self) -> None:
+        self._step = "compiling"
+
+    def _watched(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+        """Yields the chunks up to a loop."""
+        for chunk in chunks:
+            self._tokens += chunk.tokens
+            self._num_chunks += 1
+            yield chunk
+            self._repetition = repetition_of(self._tokens) if self._stops else None
+            if self._repetition is not None:
+                return
+
+    def _interruption(self) -> str:
+        """Returns what Ctrl-C interrupted; the second chunk begins to show the answer."""
+        is_shown = self._num_chunks > 1
+        return "\n[interrupted]" if is_shown else f"[interrupted while {self._step}]"
+
+    def _ending(self, printed: Printed) -> str:
+        """Returns the reason of the answer's end; empty for a stop token."""
+        if self._repetition is not None:
+            return f"stopped: {self._repetition}; --no-stop-repeating lets an answer go on"
+        ending = printed.ending(self._limit)
+        return "" if ending == "stop" else ending
+
+
+def _summary(printed: Printed, ending: str) -> str:
+    """Returns the size and speed of an answer in one line, after the reason of its end."""
     rounds = len(printed.chunks) - 1
     count = printed.num_tokens
-    facts = [] if ending == "stop" else [f"[{ending}]"]
+    facts = [f"[{ending}]"] if ending else []
     facts.append(f"{count} token{'s' if count > 1 else ''}")
 
     # The first token comes with the prompt.

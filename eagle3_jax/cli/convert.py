@@ -19,7 +19,8 @@ def convert(
         typer.Argument(
             help=(
                 f"{CHECKPOINT} of a checkpoint in any supported layout, or 'mtp' for the modules in"
-                " the files of --target."
+                " the files of --target. A short name such as smollm2 is the target, and with"
+                " --target its head."
             )
         ),
     ],
@@ -32,7 +33,8 @@ def convert(
             help=(
                 "Layout to write: jax (native), vllm, or another layout of the head's method"
                 " (eagle, sglang, medusa, speculators, deepseek, mimo). Default: vllm; for an MTP"
-                " module deepseek, for those in a target's files jax."
+                " module deepseek, for those in a target's files jax. Of a target vllm and sglang"
+                " mean the layout of Hugging Face."
             ),
         ),
     ] = None,
@@ -46,23 +48,27 @@ def convert(
     A checkpoint that the layout cannot express exactly is refused.
     """
     from eagle3_jax import conversion
+    from eagle3_jax.conversion.heads import HEADS
     from eagle3_jax.files.sources import OWN_MODULES, locate
     from eagle3_jax.theory.known_models import similar_targets
 
     modules = src == OWN_MODULES
     if modules and target is None:
         raise Misuse(f"{src} names modules in the files of a target; add --target")
-    source = str(target) if modules else src
     config = None
+    target_path = None
     if target is not None:
-        path = locate(target, "target", suggest=similar_targets)
-        config = conversion.read_target(path).config
+        target_path = locate(target, "target", suggest=similar_targets)
+        config = conversion.read_target(target_path).config
+
+    # The short name of a published model means its head where a target is given.
+    part = "target" if target is None else "eagle3"
+    path = target_path if modules else locate(src, part, suggest=similar_targets)
+    assert path is not None
     recognized, written = conversion.convert(
-        locate(source, "target", suggest=similar_targets),
-        dst,
-        to,
-        target=config,
-        layer_ids=layer_ids,
-        modules=modules,
+        path, dst, to, target=config, layer_ids=layer_ids, modules=modules
     )
-    typer.echo(f"read {src} ({recognized} layout), wrote {dst} ({written} layout)")
+
+    kind = "head" if conversion.identify(path) in HEADS else "target"
+    contents = f"MTP modules of {target}" if modules else f"{kind} {src}"
+    typer.echo(f"read the {contents} ({recognized} layout), wrote {dst} ({written} layout)")

@@ -74,8 +74,9 @@ class PromptOptions:
         Path | None,
         typer.Option(
             help=(
-                "JSONL file, or '-', with 'prompt', 'prompt_ids' or 'messages' on each line, and"
-                " optionally 'max_new_tokens', 'temperature', 'top_k', 'top_p', 'seed' and 'stop'."
+                "JSONL file, or '-', with 'prompt', 'prompt_ids', 'messages', 'turns' or"
+                " 'question' on each line, and optionally 'max_new_tokens', 'temperature',"
+                " 'top_k', 'top_p', 'seed' and 'stop'."
             )
         ),
     ] = None
@@ -391,7 +392,8 @@ def _stream(
     )
     # A chat shows its turns, and token ids are shown as their text if there is a tokenizer.
     if isinstance(request.prompt, str):
-        turns = [f"{message['role']}: {message['content']}\n" for message in request.messages or ()]
+        messages = request.messages if decoder.target.chat_template is not None else None
+        turns = [f"{message['role']}: {message['content']}\n" for message in messages or ()]
         prompt = "".join([*turns, "assistant: "]) if turns else request.prompt
     else:
         prompt = " ".join(map(str, encoded.tokens))

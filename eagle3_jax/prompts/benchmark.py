@@ -1,10 +1,7 @@
-"""Reads prompts from files of users, as token ids of a target.
+"""Prompts of benchmarks: the lines of files, as token ids of a target.
 
-Every line has one of these formats: benchmark questions (``question_id``, ``category``, ``turns``,
-optional ``reference``: EAGLE's ``eagle/data``, Spec-Bench, MT-bench), GSM8K as published
-(``question``, ``answer``), texts to continue (``prompt``, as in HumanEval as published), and token
-ids (``prompt_ids``). A question goes through the chat template of the model; other texts are
-continued without a template.
+A file has the lines of :mod:`eagle3_jax.prompts.reading`. A question goes through the chat template
+of the target if it has one. The text of ``prompt`` is continued without a template.
 """
 
 from __future__ import annotations
@@ -17,16 +14,11 @@ from typing import TYPE_CHECKING
 
 from eagle3_jax.files.jsonl import JsonRow, read_rows
 from eagle3_jax.files.sources import bundled
-from eagle3_jax.prompts.reading import check_keys, read_request
+from eagle3_jax.prompts.reading import FORM, read_request
 from eagle3_jax.prompts.request import Request
 
 if TYPE_CHECKING:
     from eagle3_jax.loaded import LoadedTarget
-
-_FORM = (
-    "an object with 'turns' (a list of texts), 'question' or 'prompt' (a text) or 'prompt_ids'"
-    " (token ids)"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,13 +52,10 @@ def read_prompts(
             message names it.
     """
     prompts = []
-    for row in read_rows(path, _FORM):
-        prompt = _prompt(row, path.stem, max_new_tokens)
-
+    for row in read_rows(path, FORM):
+        request = read_request(row, Request("", max_new_tokens))
         try:
-            tokens: str | list[int] = prompt.tokens if prompt.text is None else prompt.text
-            if isinstance(tokens, str) and _is_question(row) and target.chat_template is not None:
-                tokens = target.apply_chat_template([{"role": "user", "content": tokens}])
+            tokens = request.templated(target)
             if length is not None:
                 if isinstance(tokens, str) and target.tokenizer is not None:
                     tokens = target.tokenizer.encode(tokens).ids
@@ -74,67 +63,29 @@ def read_prompts(
             tokens = target.encode(tokens)
         except ValueError as error:
             raise ValueError(f"{row.where}{error}") from None
-        if len(tokens) + prompt.max_new_tokens > target.max_positions:
+        if len(tokens) + request.max_new_tokens > target.max_positions:
             raise ValueError(
                 f"{row.where}the prompt has {len(tokens)} tokens and is given"
-                f" {prompt.max_new_tokens} more, but the target holds {target.holds}; leave the"
+                f" {request.max_new_tokens} more, but the target holds {target.holds}; leave the"
                 " line out or shorten it"
             )
-
-        prompts.append(dataclasses.replace(prompt, tokens=tokens))
+        prompts.append(_labelled(row, request, tokens, path.stem))
     return prompts
 
 
-def _is_question(row: JsonRow) -> bool:
-    """Returns whether a line is a question for the chat template."""
-    return "turns" in row.values or "question" in row.values
+def _labelled(row: JsonRow, request: Request, tokens: list[int], file: str) -> Prompt:
+    """Returns the prompt of a line with its name, its category and its reference."""
+    labels = row.values
+    names = [labels[key] for key in ("question_id", "name", "task_id") if key in labels]
+    name = names[0] if names else _line_name(row)
+    category = labels.get("category") or labels.get("kind") or file
 
-
-def _prompt(row: JsonRow, file: str, max_new_tokens: int) -> Prompt:
-    """Returns the prompt of a line, without token ids if it is a text."""
-    where, values = row
-    if _is_question(row):
-        check_keys(row, also=("turns", "question", "answer"))
-        if "turns" not in values:
-            values = {
-                "question_id": _line_name(row),
-                "category": file,
-                "turns": [values["question"]],
-                "reference": values.get("answer"),
-            }
-        turns = values["turns"]
-        are_texts = isinstance(turns, list) and all(
-            isinstance(turn, str) and turn for turn in turns
-        )
-        if not are_texts or not turns:
-            raise ValueError(f"{where}'turns' must be a list of texts, at least one")
-        for key in ("question_id", "category"):
-            if key not in values:
-                raise ValueError(f"{where}a question with 'turns' needs '{key}' too")
-
-        name = values["question_id"]
-        category = values["category"] or file
-        text = turns[0]
-        tokens = []
-    elif "prompt" in values or "prompt_ids" in values:
-        request = read_request(row, Request("", max_new_tokens))
-        name = values.get("name", values.get("task_id", _line_name(row)))
-        category = values.get("kind", file)
-        if isinstance(request.prompt, str):
-            text = request.prompt
-            tokens = []
-        else:
-            text = None
-            tokens = request.prompt
-        max_new_tokens = request.max_new_tokens
-    else:
-        raise ValueError(f"{where}expected {_FORM}")
-
-    reference = values.get("reference")
+    reference = labels.get("reference", labels.get("answer"))
     first = reference[0] if isinstance(reference, list) and reference else reference
     if first is not None and not isinstance(first, str):
-        raise ValueError(f"{where}'reference' must be a text or a list of texts")
-    return Prompt(str(name), str(category), tokens, text, first or None, max_new_tokens)
+        raise ValueError(f"{row.where}'reference' must be a text or a list of texts")
+    text = request.prompt if isinstance(request.prompt, str) else None
+    return Prompt(str(name), str(category), tokens, text, first or None, request.max_new_tokens)
 
 
 def _line_name(row: JsonRow) -> str:
@@ -196,4 +147,4 @@ def in_turn(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
 
 def shipped() -> list[str]:
     """Returns the held-out prompts of the shipped pair, as text."""
-    return [row.values["prompt"] for row in read_rows(bundled("prompts.jsonl"), _FORM)]
+    return [row.values["prompt"] for row in read_rows(bundled("prompts.jsonl"), FORM)]

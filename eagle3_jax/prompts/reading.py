@@ -1,4 +1,9 @@
-"""Reads requests from files of users, one JSON object per line."""
+"""Reads requests from files of users, one JSON object per line.
+
+Every command takes the same lines: a text to continue (``prompt``, as in HumanEval as published),
+token ids (``prompt_ids``), a conversation (``messages``), and questions of benchmarks: ``turns``
+(EAGLE's ``eagle/data``, Spec-Bench, MT-bench) and ``question`` (GSM8K as published).
+"""
 
 from __future__ import annotations
 
@@ -10,11 +15,19 @@ from typing import Any
 
 from eagle3_jax.files.jsonl import JsonRow, read_rows, shown
 from eagle3_jax.prompts.request import MOST_TOKENS, Request
-from eagle3_jax.text.template import check_messages
+from eagle3_jax.text.template import Messages, check_messages
 
-_FIELDS = ("prompt", "prompt_ids", "messages", "max_new_tokens")
+#: Each key that may hold the prompt of a line, and the form of its value.
+_INPUTS = {
+    "prompt": "a text",
+    "prompt_ids": "a list of token ids",
+    "messages": "a list of turns",
+    "turns": "a list of texts, at least one",
+    "question": "a text",
+}
+_FIELDS = (*_INPUTS, "max_new_tokens")
 # Fields that published files have next to a prompt; no command uses them to generate.
-_LABELS = ("name", "kind", "id", "task_id", "category", "question_id", "reference")
+_LABELS = (*("name", "kind", "id", "task_id", "category", "question_id", "reference", "answer"),)
 _HUMAN_EVAL = ("entry_point", "canonical_solution", "test")
 # What a line of `eagle3 generate` may set for its prompt, and the form of its value.
 _OPTIONS = {
@@ -24,9 +37,8 @@ _OPTIONS = {
     "seed": "a whole number from 0 to 4294967295",
     "stop": "a text or a list of texts",
 }
-_REQUEST_FORM = (
-    """an object such as {"prompt": "def f(x):"} or {"prompt_ids": [1, 2], "max_new_tokens": 64}"""
-)
+#: The form of a line, for messages.
+FORM = """an object such as {"prompt": "def f(x):"} with one of """ + ", ".join(map(repr, _INPUTS))
 
 
 def read_requests(path: Path, defaults: Request) -> list[Request]:
@@ -47,7 +59,7 @@ def read_requests(path: Path, defaults: Request) -> list[Request]:
     import numpy as np
 
     requests = []
-    for number, row in enumerate(read_rows(path, _REQUEST_FORM)):
+    for number, row in enumerate(read_rows(path, FORM)):
         derived = np.random.SeedSequence((defaults.seed, number)).generate_state(1)
         seed = int(derived[0]) if number else defaults.seed
         requests.append(read_request(row, dataclasses.replace(defaults, seed=seed), _OPTIONS))
@@ -64,26 +76,10 @@ def read_request(line: JsonRow, defaults: Request, options: Collection[str] = ()
     """
     where, row = line
     check_keys(line, options)
-    inputs = [name for name in ("prompt", "prompt_ids", "messages") if name in row]
+    inputs = [name for name in _INPUTS if name in row]
     if len(inputs) != 1:
-        several = ", with one of 'prompt', 'prompt_ids' and 'messages'" if inputs else ""
-        raise ValueError(f"{where}expected {_REQUEST_FORM}{several}")
-
-    prompt: Any = row[inputs[0]]
-    messages: Any = row.get("messages")
-    if not isinstance(prompt, str if "prompt" in row else list):
-        raise ValueError(
-            f"{where}'prompt' must be a text, 'prompt_ids' a list of token ids, 'messages' a list"
-            " of turns"
-        )
-    if "messages" in row:
-        try:
-            check_messages(messages)
-        except ValueError as error:
-            raise ValueError(f"{where}{error}") from None
-        prompt = messages[-1]["content"]
-    elif isinstance(prompt, list):
-        prompt = check_token_ids(prompt, where)
+        raise ValueError(f"{where}expected {FORM}")
+    prompt, messages = _input(inputs[0], row[inputs[0]], where)
 
     limit = row.get("max_new_tokens", defaults.max_new_tokens)
     if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MOST_TOKENS:
@@ -95,8 +91,41 @@ def read_request(line: JsonRow, defaults: Request, options: Collection[str] = ()
     values = {name: _option(name, row[name], where) for name in _OPTIONS if name in row}
     values["stops"] = (*defaults.stops, *values.pop("stop", ()))
     return dataclasses.replace(
-        defaults, prompt=prompt, max_new_tokens=limit, messages=messages, where=where, **values
+        defaults,
+        prompt=prompt,
+        max_new_tokens=limit,
+        messages=messages,
+        is_question=inputs[0] in ("turns", "question"),
+        where=where,
+        **values,
     )
+
+
+def _question(text: str) -> tuple[str, Messages]:
+    return text, [{"role": "user", "content": text}]
+
+
+def _input(name: str, value: Any, where: str) -> tuple[str | list[int], Messages | None]:
+    """Returns the prompt of a line and its conversation, which is absent without one.
+
+    Of several questions it is the first, because the others depend on the answer.
+    """
+    try:
+        match name, value:
+            case "prompt", str():
+                return value, None
+            case "prompt_ids", list():
+                return check_token_ids(value, ""), None
+            case "messages", _:
+                check_messages(value)
+                return value[-1]["content"], value
+            case "question", str() if value:
+                return _question(value)
+            case "turns", [str(), *_] if all(isinstance(turn, str) and turn for turn in value):
+                return _question(value[0])
+    except ValueError as error:
+        raise ValueError(f"{where}{error}") from None
+    raise ValueError(f"{where}{name!r} is {shown(value)}; expected {_INPUTS[name]}")
 
 
 def _option(name: str, value: Any, where: str) -> Any:
@@ -148,17 +177,17 @@ def check_keys(line: JsonRow, also: Collection[str] = ()) -> None:
 
 
 def check_token_ids(ids: list[Any], where: str) -> list[int]:
-    """Returns the list if it has only whole numbers. The decoder checks their range.
+    """Returns the list if it has only whole numbers. The decoder compares them with the vocabulary.
 
     Args:
         ids: The list.
         where: Beginning of the error message.
 
     Raises:
-        ValueError: An entry is not a whole number.
+        ValueError: An entry is not a whole number of at least 0.
     """
     for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int):
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
             raise ValueError(
                 f"{where}prompt token {shown(token)} is not a token id; expected a whole number"
             )

@@ -30,6 +30,7 @@ class Request:
         ignore_stop: Whether to go on after stop tokens.
         messages: The turns of a conversation; ``None`` for a prompt that is continued.
         where: The place that it was read from, which error messages begin with.
+        is_question: Whether a target without a chat template continues the prompt instead.
     """
 
     prompt: str | list[int]
@@ -42,6 +43,7 @@ class Request:
     ignore_stop: bool = False
     messages: Messages | None = None
     where: str = ""
+    is_question: bool = False
 
     @property
     def tokens(self) -> list[int]:
@@ -57,6 +59,16 @@ class Request:
 
         return SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
+    def templated(self, target: LoadedTarget) -> str | list[int]:
+        """Returns the prompt; of a conversation its token ids, by the target's chat template.
+
+        Raises:
+            ValueError: The target has no chat template, or the template refuses the conversation.
+        """
+        if self.messages is None or (self.is_question and target.chat_template is None):
+            return self.prompt
+        return target.apply_chat_template(self.messages)
+
     def encoded(self, target: LoadedTarget) -> Request:
         """Returns the request with the token ids of its prompt or of its conversation.
 
@@ -64,10 +76,7 @@ class Request:
             ValueError: The target does not accept the prompt, or cannot end it at a text.
         """
         try:
-            prompt = self.prompt
-            if self.messages is not None:
-                prompt = target.apply_chat_template(self.messages)
-            tokens = target.encode(prompt)
+            tokens = target.encode(self.templated(target))
             if self.stops and target.tokenizer is None:
                 raise ValueError(
                     f"stop was given, but {target.name} has no tokenizer; use stop_tokens"

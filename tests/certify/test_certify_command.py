@@ -298,15 +298,15 @@ def test_no_server_is_one_line(url: str, capsys: pytest.CaptureFixture) -> None:
         ("", "prompts.jsonl holds no lines"),
         (
             '{"prompt": ""}',
-            "prompts.jsonl line 1: expected an object with 'prompt' (a text) or 'prompt_ids'",
+            "prompts.jsonl line 1: expected a text or token ids; a certificate sends no 'messages'",
         ),
         (
             '{"prompt": "a", "temperature": 1}',
-            "prompts.jsonl line 1: expected an object with 'prompt' (a text)",
+            "prompts.jsonl line 1: 'temperature' is not known; it is given for all prompts, with",
         ),
         (
             '{"messages": [{"role": "user", "content": "a"}]}',
-            "prompts.jsonl line 1: expected an object with 'prompt'",
+            "prompts.jsonl line 1: expected a text or token ids; a certificate sends no 'messages'",
         ),
     ],
 )

@@ -17,6 +17,7 @@ from models_on_disk import write_bytes_target
 from terminals import InTerminal
 
 import eagle3_jax as e3
+from eagle3_jax.chat.repetition import Repetition
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
@@ -69,6 +70,35 @@ def test_the_options_of_a_command_line_are_those_of_the_conversation(piped, fold
     )  # fmt: skip
     code, out, err = piped("Why?\nSo?", *options, "--seed", 3)
     assert (code, out, err) == (0, "".join(f"{text}\n" for text in texts), "")
+
+
+def test_a_loop_ends_an_answer_and_a_line_says_so(piped, folder: Path, monkeypatch) -> None:
+    def loop_after_five(tokens: list[int]) -> Repetition | None:
+        return Repetition(1, 5) if len(tokens) >= 5 else None
+
+    monkeypatch.setattr("eagle3_jax.cli.chat.repetition_of", loop_after_five)
+    (text,) = expected(folder, "Why?", max_new_tokens=12)
+    options = ("--target", folder, "--drafter", "none", "--max-new-tokens", 12)
+    code, out, err = piped("Why?", *options)
+    assert (code, err) == (
+        0,
+        "[stopped: the last token came 5 times in a row; --no-stop-repeating lets an answer go"
+        " on]\n",
+    )
+    answer = out.rstrip("\n")
+    assert answer
+    assert text.startswith(answer)
+    assert len(answer) < len(text)
+    assert piped("Why?", *options, "--no-stop-repeating") == (0, f"{text}\n", "")
+
+
+def test_an_unknown_command_is_named(piped, folder: Path) -> None:
+    code, out, _ = piped("/foo\n/help\n", "--target", folder)
+    assert code == 0
+    unknown, *lines = out.splitlines()
+    assert unknown == "unknown command /foo; there are"
+    assert lines[0].startswith("/reset  begins a new conversation")
+    assert lines[: len(lines) // 2] == lines[len(lines) // 2 :]
 
 
 def test_without_lines_there_is_nothing_but_that_a_rule_is_not_lossless(
@@ -210,7 +240,10 @@ class Typing(InTerminal):
 
 
 def test_a_conversation_at_a_terminal(folder: Path) -> None:
-    options = ("--target", str(folder), "--drafter", "ngram", "--max-new-tokens", "3000")
+    options = (
+        *("--target", str(folder), "--drafter", "ngram", "--max-new-tokens", "3000"),
+        "--no-stop-repeating",
+    )
     chat = Typing("chat", *options)
     *header, mark = chat.wait()
     assert header[0] == "drafter: NGram, chain K=3" and mark == ">"

@@ -144,9 +144,39 @@ def test_convert_recognizes_the_layout_and_writes_that_of_vllm(cli, tmp_path) ->
     )
     assert (code, out) == (
         0,
-        f"read {head} (eagle layout), wrote {tmp_path / 'out'} (vllm layout)\n",
+        f"read the head {head} (eagle layout), wrote {tmp_path / 'out'} (vllm layout)\n",
     )
     assert json.loads(cli("inspect", tmp_path / "out", "--json")[1])["dialect"] == "vllm"
+
+
+def test_convert_reads_the_head_of_a_short_name_where_a_target_is_given(refused, tmp_path) -> None:
+    target = write_llama(tmp_path / "target")
+    message = refused("convert", "smollm2", tmp_path / "out", "--target", target)
+    assert "assets/smollm2" in message
+    assert "target" in message
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--target", "is a language model, and --target names the target that a head belongs to"),
+        ("--to", "is a language model, which has no layout 'eagle'; use --to jax, or one of vllm"),
+    ],
+)
+def test_convert_refuses_options_that_a_target_has_not(
+    cli, refused, tmp_path, option: str, message: str
+) -> None:
+    target = write_llama(tmp_path / "target")
+    value = {"--target": target, "--to": "eagle"}[option]
+    assert message in refused("convert", target, tmp_path / "out", option, value)
+    assert not (tmp_path / "out").exists()
+
+    _, out, _ = cli("convert", target, tmp_path / "out", "--to", "sglang")
+    assert out == (
+        f"read the target {target} (huggingface layout), wrote {tmp_path / 'out'} (huggingface"
+        " layout)\n"
+    )
 
 
 def test_generate_prints_its_summary_before_it_compares(cli, monkeypatch) -> None:

@@ -217,7 +217,7 @@ def test_any_file_is_a_list_of_prompts_or_one_clear_line(tmp_path, content):
         ),
         (
             '{"text": "a"}',
-            "'text' is not known; expected 'prompt', 'prompt_ids', 'messages', 'max_new_tokens'",
+            "'text' is not known; expected 'prompt', 'prompt_ids', 'messages', 'turns', 'question',",
         ),
         ('{"prompt": "a", "ignore_eos": 1}', "it is given for all prompts, with --ignore-eos"),
         ('{"prompt": "a", "prompt": "b"}', "'prompt' occurs twice"),
@@ -238,7 +238,9 @@ def test_any_file_is_a_list_of_prompts_or_one_clear_line(tmp_path, content):
         ('{"prompt": "a", "max_new_tokens": ' + "1" * 4000 + "}", "max_new_tokens is 111"),
         ('{"' + "k" * 500 + '": 1, "' + "k" * 500 + '": 2}', "... occurs twice"),
         ('{"prompt_ids": [1.0]}', "prompt token 1.0 is not a token id"),
-        ('{"prompt": "x", "prompt_ids": [1]}', "with one of 'prompt', 'prompt_ids' and 'messages'"),
+        ('{"prompt_ids": [-1]}', "prompt token -1 is not a token id"),
+        ('{"prompt": 3}', "'prompt' is 3; expected a text"),
+        ('{"prompt": "x", "prompt_ids": [1]}', "with one of 'prompt', 'prompt_ids', 'messages'"),
         ("{} {}", "not JSON"),
         ("null", "not an object"),
         (b"\xe9", "is not a text file in UTF-8 (byte 19)"),
@@ -340,19 +342,49 @@ def test_messages_are_requests_with_options_of_their_own(
             read_requests(written(tmp_path, {"messages": wrong}), Request("", 7))
 
     for row, says in (
-        ({"messages": messages}, "expected an object with 'turns'"),
+        ({"messages": messages}, "has no chat template"),
         ({"prompt": "a", "temperature": 1}, "it is given for all prompts, with --temperature"),
     ):
         with pytest.raises(ValueError, match=says):
             read_prompts(written(tmp_path, row), target, max_new_tokens=7)
 
 
+def test_all_commands_read_the_same_lines(tmp_path: Path, target: LoadedTarget) -> None:
+    templated = dataclasses.replace(
+        target,
+        chat_template=ChatTemplate(
+            "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+        ),
+    )
+    turns = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Why?"}]
+    rows = (
+        {"messages": turns, "category": "chat"},
+        QUESTION,
+        {"question": "Why?", "answer": "So."},
+        {"prompt": "def f(x):", "max_new_tokens": 5},
+        {"prompt_ids": [1, 2, 3]},
+    )
+    file = written(tmp_path, *rows)
+    of_bench = read_prompts(file, templated, max_new_tokens=9)
+    of_generate = [request.encoded(templated) for request in read_requests(file, Request("", 9))]
+    assert [prompt.tokens for prompt in of_bench] == [request.tokens for request in of_generate]
+    assert [prompt.max_new_tokens for prompt in of_bench] == [9, 9, 9, 5, 9]
+    assert of_bench[0].tokens == TOKENIZER.encode("system: Be kind.user: Why?").ids
+    assert (of_bench[0].category, of_bench[0].text) == ("chat", "Why?")
+
+    # Without a template a question is continued, and a conversation is refused.
+    questions = written(tmp_path, *rows[1:])
+    first = read_requests(questions, Request("", 9))[0].encoded(target)
+    assert first.tokens == TOKENIZER.encode("What is 1 + 1?").ids
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"text": "x"}, "expected an object with 'turns'"),
-        ({"turns": [], "question_id": 1, "category": "c"}, "'turns' must be a list"),
-        ({"turns": ["x"], "category": "c"}, "a question with 'turns' needs 'question_id'"),
+        ({"text": "x"}, "'text' is not known; expected 'prompt', 'prompt_ids', 'messages'"),
+        ({"name": "x"}, "expected an object such as .* with one of 'prompt', 'prompt_ids'"),
+        ({"turns": []}, r"'turns' is \[\]; expected a list of texts, at least one"),
+        ({"question": ""}, "'question' is ''; expected a text"),
         (QUESTION | {"reference": 3}, "'reference' must be"),
         (
             {"question": "1 + 1?", "max_tokens": 5},

@@ -299,6 +299,58 @@ def test_a_check_accepts_the_answer_and_rejects_wrong_functions(
         assert str(refused.value), f"no reason for the reader: {body}"
 
 
+@pytest.mark.parametrize(
+    ("notebook", "name", "body", "lines"),
+    [
+        (
+            "02",
+            "acceptance",
+            "return p / q",
+            (
+                "  your function returned [3] float64: [2.5 0.5 1. ]",
+                "  the answer returns     [3] float64: [1. 0.5 1. ]",
+            ),
+        ),
+        # A value of another type is shown, too.
+        (
+            "02",
+            "acceptance",
+            "pass",
+            (
+                "  your function returned None",
+                "  the answer returns     [3] float64: [1. 0.5 1. ]",
+            ),
+        ),
+        # A large array is shown from the first wrong entry on.
+        (
+            "04",
+            "commit",
+            WRONG["04"]["commit"][0],
+            ("([20 2] float64, from [7, 0] on: [ 7. ", "([20 2] float64, from [7, 0] on: [ 8. "),
+        ),
+    ],
+)
+def test_a_refusal_shows_what_the_function_returned_and_what_the_answer_returns(
+    notebook: str, name: str, body: str | tuple[str, str], lines: tuple[str, str]
+) -> None:
+    exercise = Exercise(notebook, name)
+    with pytest.raises(AssertionError) as refused:
+        checked(exercise.written(body), exercise.answer, exercise.check)
+    reason, *shown = str(refused.value).splitlines()
+    assert reason.startswith(f"{name}: ")
+    assert len(shown) == 2
+    for line, part in zip(shown, lines, strict=True):
+        assert part in line
+    # IPython shows these lines in place of a traceback.
+    assert refused.value._render_traceback_() == [reason, *shown]  # type: ignore[attr-defined]
+
+
+def test_an_error_in_the_readers_function_keeps_its_traceback() -> None:
+    exercise = Exercise("02", "acceptance")
+    with pytest.raises(ZeroDivisionError):
+        checked(exercise.written("return 1 / 0"), exercise.answer, exercise.check)
+
+
 def test_every_exercise_has_wrong_functions() -> None:
     exercises = [
         (path.name[:2], use[0])

@@ -121,8 +121,8 @@ class PromptOptions:
         list[str] | None,
         typer.Option(
             help=(
-                "JSONL file (texts, token ids, MT-bench, Spec-Bench, HumanEval, GSM8K), or"
-                " 'random'; may be repeated. Default: the held-out prompts of the bundled pair."
+                "JSONL file (texts, token ids, messages, MT-bench, Spec-Bench, HumanEval, GSM8K),"
+                " or 'random'; may be repeated. Default: the held-out prompts of the bundled pair."
             )
         ),
     ] = None
