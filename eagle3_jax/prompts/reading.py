@@ -27,7 +27,16 @@ _INPUTS = {
 }
 _FIELDS = (*_INPUTS, "max_new_tokens")
 # Fields that published files have next to a prompt; no command uses them to generate.
-_LABELS = (*("name", "kind", "id", "task_id", "category", "question_id", "reference", "answer"),)
+_LABELS = (
+    "name",
+    "kind",
+    "id",
+    "task_id",
+    "category",
+    "question_id",
+    "reference",
+    "answer",
+)
 _HUMAN_EVAL = ("entry_point", "canonical_solution", "test")
 # What a line of `eagle3 generate` may set for its prompt, and the form of its value.
 _OPTIONS = {
