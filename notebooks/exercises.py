@@ -70,24 +70,24 @@ def _difference(calls: list[tuple[tuple, Any]], answer: Callable) -> str:
         # The answer may fail for arguments that a check traces or has changed.
         try:
             expected = answer(*arguments)
-            given = described(value, expected)
+            returned = described(value, expected)
             right = described(expected, value)
         except Exception:
             return ""
-        if given != right:
-            return f"\n  your function returned {given}\n  the answer returns     {right}"
+        if returned != right:
+            return f"\n  your function returned {returned}\n  the answer returns     {right}"
     return ""
 
 
-def described(value: Any, other: Any) -> str:
+def described(value: Any, reference: Any) -> str:
     """Returns a value in one line: of an array its shape, its type and some entries, rounded.
 
-    A large array is shown around the first entry that differs from ``other``.
+    A large array is shown around the first entry that differs from ``reference``.
     """
     if isinstance(value, (list, tuple)) and not all(np.isscalar(entry) for entry in value):
-        others = other if isinstance(other, (list, tuple)) else ()
-        others = [*others, *[None] * len(value)]
-        text = ", ".join(map(described, value, others[: len(value)]))
+        entries = reference if isinstance(reference, (list, tuple)) else ()
+        entries = [*entries, *[None] * len(value)]
+        text = ", ".join(map(described, value, entries))
         return _cut(f"({text})")
     if not hasattr(value, "shape") or np.ndim(value) == 0:
         is_number = isinstance(value, float) or hasattr(value, "dtype")
@@ -100,11 +100,11 @@ def described(value: Any, other: Any) -> str:
 
     flat = array.ravel()
     first = 0
-    if np.shape(other) == array.shape:
-        differs = ~np.isclose(flat.astype(float), np.asarray(other).ravel().astype(float))
+    if np.shape(reference) == array.shape:
+        differs = ~np.isclose(flat.astype(float), np.asarray(reference).ravel().astype(float))
         first = int(differs.argmax())
-    place = ", ".join(map(str, np.unravel_index(first, array.shape)))
-    return f"{header}, from [{place}] on: {_entries(flat[first : first + _SHOWN])}"
+    position = ", ".join(map(str, np.unravel_index(first, array.shape)))
+    return f"{header}, from [{position}] on: {_entries(flat[first : first + _SHOWN])}"
 
 
 def _entries(array: np.ndarray) -> str:

@@ -30,6 +30,18 @@ def excerpt(text: str, length: int) -> str:
     return " ".join(text.split())[:length]
 
 
+def reason_in(text: str) -> str:
+    """Returns the message of an error in JSON, of OpenAI's form or FastAPI's; else the text."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    for name in ("error", "message", "detail"):
+        if isinstance(values, dict):
+            values = values.get(name, values)
+    return values if isinstance(values, str) else text
+
+
 def parse_object(data: bytes, address: str) -> dict[str, Any]:
     """Returns the JSON object that an address answered with.
 

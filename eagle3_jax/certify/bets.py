@@ -125,7 +125,18 @@ def bet_on_one_token(probs: np.ndarray, cells: np.ndarray, texts: np.ndarray) ->
 
     log_gain = mixture(gains)
     best = ERRORS[int(np.argmax(gains)) // len(LIKELIEST)]
-    return Bet(log_gain, f"best on {best}: a gain of 10^{log_gain / math.log(10):.1f}")
+    likelier = in_words(log_gain)
+    detail = "no error of acceptance makes the tokens likelier"
+    return Bet(log_gain, f"with {best} the tokens are {likelier}" if likelier else detail)
+
+
+def in_words(log_gain: float) -> str:
+    """Returns by how much a bet's distribution makes the tokens likelier; empty if it does not."""
+    exponent = log_gain / math.log(10)
+    if exponent >= 4:
+        return f"10^{exponent:.0f} times as likely"
+    factor = f"{10**exponent:.1f}"
+    return f"{factor} times as likely" if float(factor) > 1 else ""
 
 
 def mixture(log_gains: Sequence[float]) -> float:
@@ -149,7 +160,11 @@ def bet_on_frequencies(counts: np.ndarray, probs: np.ndarray) -> Bet:
     """
     gains = [dirichlet_gain(counts, probs, scale).sum() for scale in CONCENTRATIONS]
     log_gain = mixture(gains)
-    return Bet(log_gain, f"a gain of 10^{log_gain / math.log(10):.1f}")
+    likelier = in_words(log_gain)
+    detail = "no other distribution makes their counts likelier"
+    return Bet(
+        log_gain, f"with other distributions their counts are {likelier}" if likelier else detail
+    )
 
 
 def dirichlet_gain(counts: np.ndarray, probs: np.ndarray, scale: float) -> np.ndarray:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from eagle3_jax import __version__
+from eagle3_jax.certify.source import counted
 from eagle3_jax.certify.statistics import Test
 from eagle3_jax.files.writing import whole_directory
 from eagle3_jax.measure.frequencies import ALPHA
@@ -222,7 +223,7 @@ class Certificate:
                 )
             else:
                 doubts.append(
-                    f"{test.name} fails ({test.detail}), but so do {control.tokens:,} tokens behind"
+                    f"{test.name} fails ({test.detail}), but so do {control.tokens:,} tokens after"
                     " the same texts that no draft reaches; the reports do not describe the"
                     " sampler"
                 )
@@ -246,18 +247,19 @@ class Certificate:
         ]
         tests = [self._row(test) for test in self.tests]
         first_tokens = [self._row(test) for test in self.first_tokens]
-        controls = [
-            _row_of_p_value(control, "clean" if control.is_clean else "not clean", "")
-            for control in self.controls
-        ]
+        controls = [_row_of_control(control) for control in self.controls]
         fields = [[finding.name, finding.outcome, finding.detail] for finding in self.findings]
 
         judged = ["test", "result", "p", "tokens", "detail"]
         tables = [
-            Table("What must have been seen", ["requirement", "result", "detail"], seen),
-            Table("Tokens that drafts may reach", judged, tests),
-            Table("First tokens, which no draft reaches", judged, first_tokens),
-            Table("Tokens behind the same texts, without drafts", judged, controls),
+            Table("Requirements of the verdict", ["requirement", "result", "detail"], seen),
+            Table("Tests of tokens that drafts may reach", judged, tests),
+            Table("Tests of first tokens, which no draft reaches", judged, first_tokens),
+            Table(
+                "Controls of failed tests: tokens after the same texts, without drafts",
+                judged,
+                controls,
+            ),
             Table("Fields of the request", ["field", "result", "detail"], fields),
         ]
         return [table for table in tables if table.rows]
@@ -280,7 +282,7 @@ class Certificate:
 
     def _page(self) -> dict[str, str]:
         """Returns the values of the page's template."""
-        failed = f", {self.lost} requests failed" if self.lost else ""
+        failed = f"; {counted(self.lost, 'request')} failed" if self.lost else ""
         commit = f", commit {self.commit[:10]}" if self.commit else ""
         facts = {
             **self.facts,
@@ -303,10 +305,19 @@ class Certificate:
         page["tables"] = "\n".join(map(_html_of, self.tables()))
         page["notes"] = "\n".join(f"<li>{html.escape(note)}</li>" for note in self.notes)
         page["facts"] = "\n".join(
-            f"<dt>{html.escape(name.replace('_', ' '))}</dt><dd>{html.escape(str(value))}</dd>"
-            for name, value in facts.items()
+            f"<dt>{html.escape(name.replace('_', ' '))}</dt><dd>{html.escape(text)}</dd>"
+            for name, text in zip(facts, map(_in_words, facts.values()), strict=True)
         )
         return page
+
+
+def _in_words(value: Any) -> str:
+    """Returns a fact as text; those of an object by their names."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name.replace('_', ' ')} {_in_words(value[name])}" for name in value)
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_in_words, value)) or "none"
+    return str(value)
 
 
 def level_of(*groups: Sequence[Test], alpha: float = ALPHA) -> float:
@@ -322,13 +333,23 @@ def _row_of_p_value(item: Test | Control, result: str, detail: str) -> list[str]
     return [item.name, result, f"{item.p_value:.2g}", f"{item.tokens:,}", detail]
 
 
+def _row_of_control(control: Control) -> list[str]:
+    """Returns the row of a control in a table."""
+    if control.is_clean:
+        return _row_of_p_value(control, "clean", "without drafts the test passes")
+    if control.has_power:
+        return _row_of_p_value(control, "fails too", "the test fails without drafts, too")
+    detail = "as many drafted tokens do not fail the test clearly, so nothing can be compared"
+    return _row_of_p_value(control, "too few", detail)
+
+
 def _html_of(table: Table) -> str:
     """Returns a table of the page; a row whose result is not good is marked."""
     titles = "".join(f'<th scope="col">{name}</th>' for name in table.columns)
     lines = []
     for row in table.rows:
         name, *cells = map(html.escape, row)
-        style = ' class="failed"' if row[1] in ("failure", "missing", "failed", "not clean") else ""
+        style = ' class="failed"' if row[1] in ("failure", "missing", "failed", "fails too") else ""
         columns = "".join(f"<td>{cell}</td>" for cell in cells)
         lines.append(f'<tr{style}><th scope="row">{name}</th>{columns}')
 

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar
 
 import httpx
 
-from eagle3_jax.certify.answers import REFUSALS, Answer, CutOff, excerpt, parse_object
+from eagle3_jax.certify.answers import REFUSALS, Answer, CutOff, excerpt, parse_object, reason_in
 from eagle3_jax.certify.source import Completion, Refused, Report, ServerError
 
 _RETRIES = 5
@@ -564,7 +564,7 @@ class Client:
         if self._key:
             text = text.replace(self._key, "(key)")
             location = location.replace(self._key, "(key)")
-        text = excerpt(text, 300)
+        text = excerpt(reason_in(text), 300)
         message = f"{self.url}{path} answered {status}: {text}"
 
         if 300 <= status < 400:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from eagle3_jax.certify.source import counted
 from eagle3_jax.files.jsonl import read_rows
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ DEFAULT_PROMPTS = (
     "The committee decided that",
     "Here is a list of ten animals:\n1.",
 )
-_EVERY = 10.0  # seconds between two lines of progress where these are not on a terminal
+_EVERY = 30.0  # seconds between two lines of progress where these are not on a terminal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,11 +142,14 @@ OPTIONS = (
 
 
 class Progress:
-    """Tells on the standard error what is asked: on one line of a terminal, else now and then."""
+    """Tells on the standard error what is asked: on one line of a terminal, else now and then.
+
+    The first step is written at once.
+    """
 
     def __init__(self) -> None:
         self._stream = sys.stderr
-        self._told = time.monotonic()
+        self._told = -_EVERY
         self._width = 0
 
     def say(self, step: str) -> None:
@@ -269,13 +273,14 @@ def _read_prompts(path: Path) -> list[str | list[int]]:
 def text_of(certificate: Certificate, width: int) -> str:
     """Returns verdict, evidence and notes as lines of at most a width, where words allow it."""
     minutes, seconds = divmod(round(certificate.seconds), 60)
-    lost = f"; {certificate.lost} requests failed" if certificate.lost else ""
+    duration = f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+    lost = f"; {counted(certificate.lost, 'request')} failed" if certificate.lost else ""
     lines = textwrap.wrap(f"{certificate.headline}: {certificate.reason}.", width)
     for table in certificate.tables():
         lines += ["", table.title, *_lines_of([table.columns, *table.rows], width)]
     lines += [
         "",
-        f"{certificate.requests} answers in {minutes} min {seconds} s{lost}. A test fails below"
+        f"{counted(certificate.requests, 'answer')} in {duration}{lost}. A test fails below"
         f" p = {certificate.level:.1g}.",
     ]
     return "\n".join([*lines, *certificate.notes])

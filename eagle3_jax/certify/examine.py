@@ -38,9 +38,9 @@ from eagle3_jax.certify.sampled import (
     sight_of,
     verified_share,
 )
-from eagle3_jax.certify.source import Completion, ServerError, Source
+from eagle3_jax.certify.source import Completion, ServerError, Source, counted
 from eagle3_jax.certify.states import examine_states
-from eagle3_jax.certify.statistics import Draws, Sampling, Test
+from eagle3_jax.certify.statistics import Draws, Sampling, Test, chi_square_in_words
 from eagle3_jax.files.versions import git
 
 SAME_SEEDS = 4  # requests that are sent twice
@@ -108,7 +108,9 @@ def certify(
     sent = lost + asker.answered
     evidence.require("complete", not asker.stopped, asker.stopped or "every request was sent")
     evidence.require(
-        "answered", lost / max(1, sent) <= MOST_LOST, f"{lost} of {sent} requests failed"
+        "answered",
+        lost / max(1, sent) <= MOST_LOST,
+        f"{lost:,} of {counted(sent, 'request')} failed",
     )
     evidence.facts |= {
         **vars(plan),
@@ -244,8 +246,8 @@ def _measure_noise(asker: Asker, answers: Samples, evidence: _Evidence) -> None:
     noise = measure_noise(asker, answers)
     evidence.noise = noise
     detail = (
-        f"the same tokens differ by up to {noise.size:.1g} nats without drafts, at most"
-        f" {MOST_NOISE} may"
+        f"log-probabilities of the same token differ by up to {noise.size:.1g} nats without"
+        f" drafts; the limit is {MOST_NOISE}"
     )
     if math.isinf(noise.size):
         detail = "no token was asked for twice"
@@ -269,10 +271,9 @@ def _require_reports(groups: Sequence[Samples], evidence: _Evidence) -> None:
         and num_unread <= MOST_UNREAD * num_tokens
         and num_silent <= MOST_UNREAD * num_answers
     )
-    detail = (
-        f"the reports of {num_unread} of {num_tokens:,} tokens cannot be read; {num_silent} answers"
-        " have none"
-    )
+    detail = f"the reports of {num_unread:,} of {counted(num_tokens, 'token')} cannot be read"
+    if num_silent:
+        detail += f"; {num_silent:,} of {counted(num_answers, 'answer')} have no report"
     evidence.require("readable reports", is_met, detail)
 
 
@@ -308,9 +309,9 @@ def _require_scores(
     num_scored = int((scores.index > 0).sum())
     num_tokens = sum(max(0, len(answer.reports) - 1) for _, answer in answers)
     is_met = num_scored >= max(fewest, (1 - MOST_UNREAD) * num_tokens)
-    evidence.require(
-        name, is_met, f"{num_scored} of {num_tokens} tokens were scored, at least {fewest} must be"
-    )
+    needed = f"; at least {fewest} are needed" if fewest else ""
+    detail = f"{num_scored:,} of {counted(num_tokens, 'token')} were scored{needed}"
+    evidence.require(name, is_met, detail)
 
 
 def _judge_sampled(
@@ -331,11 +332,14 @@ def _judge_sampled(
 
 def _require_agreement(name: str, share: float, evidence: _Evidence) -> None:
     size = 0.0 if evidence.noise is None else evidence.noise.size
+    is_met = share <= MOST_LOST
     detail = (
-        f"{share:.1%} of the tokens behind drafts differ by more than the {size:.1g} nats seen"
-        " without drafts: rounding of other kernels, or stale keys and values"
+        f"{share:.1%} of the tokens that drafts reach differ from their scores by more than"
+        f" {size:.1g} nats, the noise without drafts"
     )
-    evidence.require(name, share <= MOST_LOST, detail)
+    if not is_met:
+        detail += "; the cause is rounding of other kernels, or stale keys and values"
+    evidence.require(name, is_met, detail)
 
 
 def _score_samples(asker: Asker, samples: Samples, evidence: _Evidence) -> None:
@@ -375,16 +379,18 @@ def _require_samples(
     """Lists what sampled answers must have shown."""
     num_sampled = sum(max(0, len(answer.reports) - 1) for _, answer in samples.answers)
     judged = len(drafted.known())
+    fewest = max(FEWEST, math.ceil(LEAST_JUDGED * num_sampled))
     detail = (
-        f"the reports determine the distribution of {judged:,} of {num_sampled:,} sampled tokens"
+        f"the reports determine the distribution of {judged:,} of {num_sampled:,} sampled tokens;"
+        f" at least {fewest:,} are needed"
     )
-    evidence.require("judged tokens", judged >= max(FEWEST, LEAST_JUDGED * num_sampled), detail)
+    evidence.require("judged tokens", judged >= fewest, detail)
 
     first = max((test.tokens for test in evidence.first_tokens), default=0)
     evidence.require(
         "first tokens",
         first >= FEWEST,
-        f"{first} first tokens were judged, at least {FEWEST} must be",
+        f"{first:,} first tokens were judged; at least {FEWEST} are needed",
     )
     if not judged:
         return
@@ -397,9 +403,9 @@ def _require_samples(
     detail = f"the run would have found {' and '.join(evidence.sees) or 'no error of acceptance'}"
     if not sight.is_sharp:
         detail += (
-            "; it must find an acceptance 20 % too willing, and acceptance of every sampled draft"
-            f" where draft and target are 25 % apart ({share:.0%} of the tokens were drafted): ask"
-            " for more requests (--requests)"
+            "; a verdict needs that it finds an acceptance 20 % too willing, and acceptance of"
+            f" every sampled draft where draft and target are 25 % apart. {share:.0%} of the tokens"
+            " were drafted; ask for more requests (--requests)"
         )
     evidence.require("sight", sight.is_sharp, detail)
 
@@ -415,15 +421,15 @@ def _see_drafts(
 ) -> None:
     """Lists that drafts of the answers that are judged must have been seen, by any sign of them."""
     signs = [
-        f"{counter} rose by {rise:,}"
+        f"the counter {counter} rose by {rise:,}"
         for counter, rise in drafts.items()
         if rise and "draft" in counter
     ]
-    counted = [
+    drafted = [
         answer.num_drafted for _, answer in answers.answers if answer.num_drafted is not None
     ]
-    if sum(counted):
-        signs.append(f"the answers tell of {sum(counted):,} drafted tokens")
+    if sum(drafted):
+        signs.append(f"the answers report {sum(drafted):,} drafted tokens")
 
     # Without speculation a slow reader may get two tokens at once.
     chunk_index = [position for _, answer in answers.answers for position in answer.chunk_index]
@@ -435,13 +441,13 @@ def _see_drafts(
     match plan.speculation:
         case "none":
             evidence.require(
-                f"no {name}", not signs, shown or "nothing was drafted, as it is to be"
+                f"no {name}", not signs, shown or "nothing was drafted, as --speculation none says"
             )
         case "assumed":
             evidence.require(name, True, shown or "assumed; nothing shows them")
         case _:
             missing = "no draft was counted while log-probabilities were asked for"
-            if not drafts and not counted:
+            if not drafts and not drafted:
                 missing = (
                     "nothing shows that the server drafts (no counters, chunks of one token); start"
                     " it with its metrics, or say --speculation assumed or none"
@@ -471,14 +477,14 @@ def _compare(asker: Asker, plain: Source, evidence: _Evidence) -> None:
 
     comparison = texts.compare_texts(counts, plain_counts)
     evidence.tokens = texts.TOKENS * comparison.sample_size
-    detail = f"χ² {comparison.statistic:.1f} on {comparison.degrees} degrees"
+    detail = chi_square_in_words(comparison.statistic, comparison.degrees)
     name = f"texts of {texts.TOKENS} tokens"
     evidence.tests.append(Test(name, comparison.p_value, evidence.tokens, detail, True))
 
     evidence.sees = [
         f"a shift of {100 * comparison.shift:.0f} % between texts of {texts.TOKENS} tokens"
     ]
-    detail = f"{evidence.sees[0]} would have been found, one of {100 * MOST_SHIFTED:.0f} % must be"
+    detail = f"{evidence.sees[0]} would have been found; the limit is {100 * MOST_SHIFTED:.0f} %"
     evidence.require("sight", comparison.shift <= MOST_SHIFTED, detail)
     evidence.notes.append(
         "No log-probabilities are reported, so texts of two servers were compared."

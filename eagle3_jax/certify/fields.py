@@ -18,7 +18,7 @@ from eagle3_jax.certify.certificate import Finding
 from eagle3_jax.certify.greedy import CERTAIN, LIKELY, greedy
 from eagle3_jax.certify.penalties import PENALTIES, bet_on_penalties, count_misses
 from eagle3_jax.certify.sampled import Samples, text_before
-from eagle3_jax.certify.source import Completion, Refused, ServerError
+from eagle3_jax.certify.source import Completion, Refused, ServerError, counted
 from eagle3_jax.certify.statistics import Sampling, judge
 
 _TOKENS = 24  # tokens of an answer: several rounds of drafts
@@ -216,13 +216,13 @@ class _Exam:
 
         written = [token for answer in answers[:4] for token in answer.tokens if token in excluded]
         if written:
-            raise _NotHonoured(f"{len(written)} tokens with a bias of -100 were written")
+            raise _NotHonoured(f"{counted(len(written), 'token')} came in spite of a bias of -100")
         strange = [token for answer in answers[4:] for token in answer.tokens if token != forced]
         if strange:
             raise _NotHonoured(
-                f"{len(strange)} tokens were written in place of that with a bias of 100"
+                f"{counted(len(strange), 'token')} came in place of the one with a bias of 100"
             )
-        return f"{len(excluded)} tokens with -100 were not written, and only the token with 100 was"
+        return "tokens with a bias of -100 did not come, and only the token with 100 came"
 
     def _max_tokens(self) -> str:
         limits = [limit for limit in _LIMITS for _ in range(2)]
@@ -237,9 +237,9 @@ class _Exam:
         for limit, answer in zip(limits, answers, strict=True):
             number = len(answer.tokens)
             if number > limit or (is_exact and number < limit):
-                raise _NotHonoured(f"{number} tokens were written with max_tokens {limit}")
+                raise _NotHonoured(f"max_tokens {limit} gave {counted(number, 'token')}")
         words = "exactly" if is_exact else "at most"
-        return f"{words} {', '.join(map(str, _LIMITS))} tokens were written"
+        return f"answers have {words} the {', '.join(map(str, _LIMITS))} tokens of their limits"
 
     def _min_tokens(self) -> str:
         if self._is_llama_cpp:
@@ -254,8 +254,8 @@ class _Exam:
         numbers = [len(answer.tokens) for answer in answers]
         for number, least in zip(numbers, fewest, strict=True):
             if number < least:
-                raise _NotHonoured(f"{number} tokens were written with min_tokens {least}")
-        return f"{numbers[0]} tokens, where {self._ended[0].length} were without it"
+                raise _NotHonoured(f"min_tokens {least} gave {counted(number, 'token')}")
+        return f"{numbers[0]} tokens with it, {self._ended[0].length} without"
 
     def _ignore_eos(self) -> str:
         numbers = [entry.length + _MORE for entry in self._ended]
@@ -271,7 +271,7 @@ class _Exam:
                 raise _NotHonoured(
                     f"an answer ended after {number} of {expected} tokens ({answer.finish_reason})"
                 )
-        return f"{numbers[0]} tokens, where {self._ended[0].length} were without it"
+        return f"{numbers[0]} tokens with it, {self._ended[0].length} without"
 
     def _stop(self) -> str:
         _require_texts(self._plain)
@@ -303,8 +303,8 @@ class _Exam:
         if forks == len(stops):
             raise ServerError("the greedy texts are not the same again")
         return (
-            f"{len(stops) - forks} answers ended at their stop text, which {included} include;"
-            f" {forks} forked"
+            f"{counted(len(stops) - forks, 'answer')} ended at the stop text; {included} include"
+            f" it, and {forks} differ from the text without it"
         )
 
     def _n(self) -> str:
@@ -313,7 +313,7 @@ class _Exam:
         numbers = [1 + len(answer.more_texts) for answer in answers]
         for number in numbers:
             if number != 4:
-                raise _NotHonoured(f"{number} answers came for n 4")
+                raise _NotHonoured(f"n 4 gave {counted(number, 'answer')}")
         _require_texts(answers)
 
         # Each of three more answers repeats the first with its probability.
@@ -362,7 +362,8 @@ class _Exam:
             )
         _require_texts(answers)
         number = sum(are_complete)
-        return f"{number} answers match {rule}, and {len(answers) - number} begin so"
+        cut = len(answers) - number
+        return f"{counted(number, 'answer')} match {rule}; {cut} were cut off and match so far"
 
     def _min_p(self) -> str:
         answers = self._ask_for_tokens("min_p", self._sampled(32, max_tokens=32, min_p=_MIN_P))
@@ -393,8 +394,8 @@ class _Exam:
         if expected < _FEWEST_EXCLUDED:
             raise ServerError(f"only {expected:.0f} tokens would be excluded")
         return (
-            f"no token was written that it excludes; {expected:.0f} of {len(reports)} would have"
-            " been without it"
+            f"no token came that it excludes; without it {expected:.0f} of {len(reports)} are"
+            " expected"
         )
 
     def _penalty(self, name: str) -> str:
@@ -419,15 +420,17 @@ class _Exam:
         if misses[""]:
             best = min(misses, key=lambda words: misses[words])
             words = f"; they are as if {best}" if best else ""
-            raise _NotHonoured(f"{misses['']} greedy tokens are not the likeliest behind it{words}")
-        detail = f"greedy answers count it rightly, where ignoring it would change {shown} tokens"
+            raise _NotHonoured(
+                f"{counted(misses[''], 'greedy token')} would not be the likeliest with it{words}"
+            )
+        detail = f"greedy answers apply it; ignoring it would change {counted(shown, 'token')}"
         if nats < _LEAST_NATS:
             return detail
         if bet.p_value >= _RARE:
-            return f"{detail}; so do sampled ones, where it would show in {nats:.0f} nats"
+            return f"{detail}. Sampled answers apply it too, with {nats:.0f} nats of evidence"
         if self._samples_follow_reports:
             raise _NotHonoured(f"sampled answers are as if {bet.detail} (p = {bet.p_value:.1g})")
-        return f"{detail}; sampled tokens do not follow their reports without it either"
+        return f"{detail}. Sampled tokens do not follow their reports without it either"
 
     @functools.cached_property
     def _samples_follow_reports(self) -> bool:

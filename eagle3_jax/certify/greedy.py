@@ -186,25 +186,25 @@ def judge_greedy(scores: Scores, noise: Noise) -> list[Test]:
     if not number:
         return []
 
-    # Of no wrong token in n the upper Clopper-Pearson bound of 95 % is 3 / n, the rule of three
-    # (Hanley and Lippman-Hand, 1983).
+    # Of no wrong token in n the upper Clopper-Pearson bound of 95 %, about 3 / n.
+    bound = 1 - 0.05 ** (1 / number)
     wrong = drafted.gaps[drafted.gaps > max(noise.size, CERTAIN)]
     tied = int((drafted.gaps > 0).sum())
     detail = (
-        f"none wrong: fewer than {3 / number:.2g} of all (95 %); {tied} tied within"
-        f" {noise.size:.1g}"
+        f"none is wrong, so at most {100 * bound:.2g} % of all are (95 % confidence); {tied} tie"
+        f" within {noise.size:.1g} nats"
     )
     if len(wrong):
         detail = (
-            f"{len(wrong)} are not the likeliest, by up to {wrong.max():.2g}; noise"
-            f" {noise.size:.1g}"
+            f"{len(wrong)} are not the likeliest token, by up to {wrong.max():.2g} nats; the noise"
+            f" is {noise.size:.1g}"
         )
 
     # Rounding ties tokens as often where no draft is.
     number_without = len(noise.scores.gaps)
     tied_without = int((noise.scores.gaps > 0).sum())
     p_value = _is_more_frequent(tied, number, tied_without, number_without)
-    ties = f"{tied} of {number} tied; without drafts {tied_without} of {number_without}"
+    ties = f"{tied} of {number} tie; without drafts {tied_without} of {number_without}"
     return [
         Test("greedy tokens, scored by force", 0.0 if len(wrong) else 1.0, number, detail, True),
         Test("ties of greedy tokens", p_value, number, ties, True),
@@ -221,8 +221,8 @@ def judge_first_greedy(scores: Scores, noise: Noise) -> list[Test]:
     """Judges greedy tokens that no draft reaches."""
     gaps = np.concatenate([scores.gaps[scores.index == 0], noise.scores.gaps])
     wrong = gaps[gaps > max(noise.size, CERTAIN)]
-    size = f", by up to {wrong.max():.2g}" if len(wrong) else ""
-    detail = f"{len(wrong)} are not the likeliest{size}"
+    size = f", by up to {wrong.max():.2g} nats" if len(wrong) else ""
+    detail = f"{len(wrong)} of {len(gaps)} are not the likeliest token{size}"
     return [Test("greedy tokens, scored by force", 0.0 if len(wrong) else 1.0, len(gaps), detail)]
 
 
@@ -239,7 +239,9 @@ def judge_differences(scores: Scores, noise: Noise) -> list[Test]:
         return []
     limit = max(noise.size, CERTAIN)
     count = int((differences > limit).sum())
-    detail = f"{count} differ by more than {limit:.1g}; at most {MOST_NOISY:.0%} may"
+    detail = (
+        f"{count} of {number} differ by more than {limit:.1g} nats; at most {MOST_NOISY:.0%} may"
+    )
     name = "reported against forced log-probabilities"
     return [Test(name, p_value_of_noisy(count, number), number, detail, True)]
 
@@ -264,7 +266,7 @@ def judge_own_reports(answers: Samples) -> list[Test]:
 
     p_value = _is_more_frequent(sum(behind), len(behind), sum(without), len(without))
     detail = (
-        f"{sum(behind)} of {len(behind)} are not the likeliest of their own reports; of first ones"
-        f" {sum(without)}"
+        f"{sum(behind)} of {len(behind)} are not the likeliest token that is reported for them; of"
+        f" first tokens {sum(without)} of {len(without)}"
     )
     return [Test("greedy tokens, in their own reports", p_value, len(behind), detail, True)]

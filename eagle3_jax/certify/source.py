@@ -11,6 +11,11 @@ ZERO = -9000.0  # log-probabilities at or below stand for the probability 0; vLL
 _LARGEST = 1e-3  # a log-probability may be above 0 by rounding
 
 
+def counted(number: int, noun: str) -> str:
+    """Returns a number with its noun, such as ``1 text`` and ``2,048 texts``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 class ServerError(ValueError):
     """A server does not answer, or not as is needed; the message is one line."""
 

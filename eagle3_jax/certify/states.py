@@ -23,7 +23,7 @@ from eagle3_jax.certify.greedy import (
     scores_of,
 )
 from eagle3_jax.certify.sampled import prompt_ids, text_before
-from eagle3_jax.certify.source import Completion, Refused, Report, ServerError
+from eagle3_jax.certify.source import Completion, Refused, Report, ServerError, counted
 from eagle3_jax.certify.statistics import Test
 
 _AGAIN = 4  # prompts that are sent before and after another one
@@ -111,10 +111,10 @@ def _agreement(name: str, pairs: Sequence[tuple[Completion, Completion]]) -> Tes
                 break
 
     num_wrong = sum(gap > CERTAIN for gap in gaps)
-    tied = len(gaps) - num_wrong if num_wrong else "all"
+    ties = f", {len(gaps) - num_wrong} of them at tied tokens" if gaps else ""
     detail = (
-        f"{len(gaps)} of {len(pairs)} fork, {tied} at ties; log-probabilities differ by up to"
-        f" {max(distances):.2g}"
+        f"{len(gaps)} of {counted(len(pairs), 'pair')} of answers differ{ties}; log-probabilities"
+        f" differ by up to {max(distances):.2g} nats"
     )
     is_wrong = num_wrong > 0 or max(distances) > CERTAIN
     return Test(name, 0.0 if is_wrong else 1.0, number, detail)
@@ -156,8 +156,8 @@ def _judge(name: str, scores: Scores) -> Test:
     wrong = int((scores.gaps > CERTAIN).sum())
     different = int((scores.differences > CERTAIN).sum())
     detail = (
-        f"{wrong} are not the likeliest; {different} differ by more than {CERTAIN}, at most"
-        f" {MOST_NOISY:.0%} may"
+        f"{wrong} of {number} are not the likeliest token; {different} differ by more than"
+        f" {CERTAIN} nats, at most {MOST_NOISY:.0%} may"
     )
     return Test(name, 0.0 if wrong else p_value_of_noisy(different, number), number, detail)
 
@@ -175,7 +175,7 @@ def _unseeded(asker: Asker, name: str) -> Test:
     counts = Counter(tuple(answer.tokens) for answer in readable)
     repeated = [answer.log_prob for answer in readable if counts[tuple(answer.tokens)] > 1]
     p_value = min(1.0, math.comb(len(readable), 2) * math.exp(max(repeated))) if repeated else 1.0
-    detail = f"{len(readable)} requests wrote {len(counts)} texts"
+    detail = f"{counted(len(readable), 'request')} wrote {counted(len(counts), 'different text')}"
     return Test(name, p_value, sum(len(answer.tokens) for answer in readable), detail)
 
 
@@ -212,7 +212,7 @@ def _long_text(asker: Asker, name: str) -> Test:
         top = first.reports[0].top if first.reports else {}
         values += compare([decoded], [Report(decoded.token, top.get(decoded.token, math.nan), top)])
     test = _judge(name, Scores.of(values))
-    return dataclasses.replace(test, detail=f"{len(text):,} tokens; {test.detail}")
+    return dataclasses.replace(test, detail=f"after {len(text):,} tokens; {test.detail}")
 
 
 def _answer_or_error(asker: Asker, request: Request, row: int) -> Completion | ServerError:

@@ -17,7 +17,7 @@ import numpy as np
 from scipy import special, stats
 
 from eagle3_jax.certify.bets import bet_on_frequencies, bet_on_one_token
-from eagle3_jax.certify.source import ZERO
+from eagle3_jax.certify.source import ZERO, counted
 from eagle3_jax.measure.frequencies import Contrast, fit_counts
 
 PLACES = 20  # cells of the test of places
@@ -309,7 +309,7 @@ def judge(draws: Draws, *, seed: int = 0) -> list[Test]:
 
     num_excluded = int(_is_excluded(draws).sum())
     if num_excluded:
-        detail = f"{num_excluded} tokens of probability 0 were written"
+        detail = f"tokens of probability 0 that were written: {num_excluded:,}"
         tests.append(Test("excluded tokens", 0.0, num_sampled, detail))
 
     # An error of the acceptance rule shows at the positions of a round unequally.
@@ -342,9 +342,13 @@ def _uniform(name: str, places: np.ndarray, num_cells: int = PLACES) -> Test:
         return Test(name, 1.0, 0, "too few tokens")
     counts = np.bincount((places * num_cells).astype(int), minlength=num_cells)
     fit = fit_counts(counts, np.full(num_cells, len(places) / num_cells))
-    return Test(
-        name, fit.chi_square, len(places), f"χ² {fit.statistic:.1f} on {fit.degrees} degrees"
-    )
+    detail = chi_square_in_words(fit.statistic, fit.degrees)
+    return Test(name, fit.chi_square, len(places), detail)
+
+
+def chi_square_in_words(statistic: float, degrees: int) -> str:
+    """Returns a statistic with its expectation and its standard deviation."""
+    return f"χ² = {statistic:.1f}, expected {degrees} ± {math.sqrt(2 * degrees):.0f}"
 
 
 def _likelihood(probs: np.ndarray, cells: np.ndarray) -> Test:
@@ -353,12 +357,12 @@ def _likelihood(probs: np.ndarray, cells: np.ndarray) -> Test:
     contrast.add_log_probabilities(probs, cells)
     tokens = len(cells) if contrast.is_normal else 0
 
-    often = "often" if contrast.total > 0 else "seldom"
+    often = "more" if contrast.total > 0 else "less"
     likeliest = (cells == 0).mean() if tokens else 0
     expected = probs[:, 0].mean() if tokens else 0
     detail = (
-        f"likely tokens too {often} by {abs(contrast.z):.1f} σ; the likeliest {likeliest:.1%},"
-        f" expected {expected:.1%}"
+        f"{likeliest:.1%} are the likeliest token, expected {expected:.1%}; likely tokens came"
+        f" {often} often than expected, by {abs(contrast.z):.1f} σ"
     )
     return Test("log-probabilities of the tokens", contrast.p_value, tokens, detail)
 
@@ -385,7 +389,10 @@ def _unreported(draws: Draws) -> Iterator[Test]:
     )
     p_value = min(1.0, 2 * float(tail))
     yield Test(
-        "tokens not among the reported", p_value, len(masses), f"{count}, expected {expected:.1f}"
+        "tokens not among the reported",
+        p_value,
+        len(masses),
+        f"{counted(count, 'token')}, expected {expected:,.1f}",
     )
 
 
@@ -418,7 +425,7 @@ def _contexts(draws: Draws, probs: np.ndarray) -> Test:
         "counts behind the same text",
         bet.p_value,
         int(counts[0].sum()),
-        f"{len(counts[0])} texts; {bet.detail}",
+        f"{counted(len(counts[0]), 'text')} came more than once; {bet.detail}",
     )
 
 
@@ -459,7 +466,9 @@ def _repetitions(draws: Draws, within: np.ndarray) -> Test:
     repeated = [max(values) for values in texts.values() if len(values) > 1]
     pairs = sum(math.comb(number, 2) for number in requests.values())
     p_value = min(1.0, pairs * math.exp(min(repeated, default=0.0)))
-    detail = f"{len(repeated)} texts were written more than once by {len(starts)} requests"
+    detail = (
+        f"texts that came more than once: {len(repeated):,}, of {counted(len(starts), 'request')}"
+    )
     return Test("texts of unlike seeds", p_value, len(draws) if pairs else 0, detail)
 
 

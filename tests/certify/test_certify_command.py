@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -107,7 +108,7 @@ def test_a_greedy_token_that_is_not_the_likeliest_is_found(server: FakeServer) -
     server.manners.wrong_greedy = 3
     certificate = result_of(server)
     assert certificate.verdict is Verdict.NOT_LOSSLESS
-    assert "3 are not the likeliest, by up to" in certificate.reason
+    assert "3 are not the likeliest token, by up to" in certificate.reason
 
 
 def test_a_server_that_is_wrong_without_drafts_is_inconclusive(server: FakeServer) -> None:
@@ -201,14 +202,24 @@ def test_the_command_prints_the_verdict_first_and_writes_the_certificate(
     output = tmp_path / "certificate"
     words = command(server, "--output", str(output), "--greedy-requests", "16", prompts=prompts)
     assert run(words) == 3
-    printed = capsys.readouterr().out
+    captured = capsys.readouterr()
+    printed = captured.out
     assert printed.startswith("Inconclusive: first tokens: ") and "sight: " in printed
+    # A file gets the first step at once.
+    assert captured.err.startswith("greedy answers: 1 of 16\n")
+    # No gain is written as a negative power of ten, and the number 1 has the singular.
+    assert "10^-" not in printed
+    assert not re.search(r"\b1 (texts|tokens|answers|requests)\b", printed)
 
     record = json.loads((output / "certificate.json").read_text())
     assert record["verdict"] == "inconclusive" and "sesame" not in json.dumps(record)
     page = (output / "certificate.html").read_text()
     assert "Inconclusive" in page and "places in the distribution" in page and "sesame" not in page
     assert "$" not in page.partition("</style>")[2]
+    # Facts are words, without the braces and brackets of Python.
+    facts = page.partition("<dl")[2]
+    assert "temperature 1.0, top k 0, top p 1.0" in facts
+    assert not re.search(r"[{\[]", facts)
 
 
 def test_the_exit_code_is_the_verdict(server: FakeServer, prompts: Path) -> None:
@@ -270,6 +281,8 @@ def test_the_command_needs_numpy_scipy_and_httpx_alone(server: FakeServer, promp
         ({"seconds": 3.0}, "no answer in 0.5 s; raise --timeout"),
         ({"most_reported": 5}, "5 log-probabilities are reported where 20 were asked for"),
         ({"refusals": [500]}, "answered 500"),
+        # The message of an error, and not its JSON.
+        ({"refusals": [501]}, "answered 501: busy\n"),
     ],
 )
 def test_a_server_that_cannot_be_judged_is_one_line(

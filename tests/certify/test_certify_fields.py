@@ -57,14 +57,14 @@ def test_a_server_that_honours_all_fields_passes_with_few_requests(server: FakeS
         (
             {"ignored_fields": {"logit_bias"}},
             "logit_bias",
-            "tokens with a bias of -100 were written",
+            "came in spite of a bias of -100",
         ),
-        ({"ignored_fields": {"min_tokens"}}, "min_tokens", "tokens were written with min_tokens"),
+        ({"ignored_fields": {"min_tokens"}}, "min_tokens", "min_tokens "),
         ({"ignored_fields": {"ignore_eos"}}, "ignore_eos", "an answer ended after"),
         ({"ignored_fields": {"stop"}}, "stop", "goes on behind"),
         ({"stop_delay": 1}, "stop", "goes on behind"),
         ({"stop_delay": -1}, "stop", "ends at character"),
-        ({"ignored_fields": {"n"}}, "n", "1 answers came for n 4"),
+        ({"ignored_fields": {"n"}}, "n", "n 4 gave 1 answer"),
         ({"fixed_seed": 3}, "n", "answers of the same request are equal"),
         ({"ignored_fields": {"response_format"}}, "response_format", "8 of 8 answers do not match"),
         ({"constrained": "broken"}, "response_format", "8 of 8 answers do not match"),
@@ -138,7 +138,7 @@ def test_nothing_is_said_by_answers_without_texts_about_the_fields_that_change_t
     assert "failed" not in outcomes.values(), details
 
     server.manners.ignored_fields = {"n"}
-    assert examine(server)[1]["n"] == "1 answers came for n 4"  # which needs no texts
+    assert examine(server)[1]["n"] == "n 4 gave 1 answer"  # which needs no texts
 
 
 TOKENS_SHOW = {
@@ -187,7 +187,7 @@ def test_answers_that_are_cut_off_by_their_length_match_as_beginnings(server: Fa
     outcomes, details, _ = examine(server)
     assert outcomes["response_format"] == outcomes["regex"] == "passed"
     assert details["regex"].startswith("0 answers match") and details["regex"].endswith(
-        "and 8 begin so"
+        "8 were cut off and match so far"
     )
 
 
@@ -216,7 +216,7 @@ def test_nothing_is_said_where_no_answer_ends(
         (
             FAULTS["every draft accepted"],
             "passed",
-            "sampled tokens do not follow their reports without it either",
+            "Sampled tokens do not follow their reports without it either",
         ),
     ],
 )
@@ -241,7 +241,7 @@ def test_a_token_beyond_the_limit_is_told(server: FakeServer) -> None:
     server.manners.overshoot = 1
     outcomes, details, _ = examine(server)
     assert outcomes["max_tokens"] == "failed"
-    assert details["max_tokens"] == "3 tokens were written with max_tokens 2"
+    assert details["max_tokens"] == "max_tokens 2 gave 3 tokens"
 
 
 def test_a_server_that_fails_for_a_field_loses_no_other(server: FakeServer) -> None:

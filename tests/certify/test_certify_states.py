@@ -54,8 +54,8 @@ def test_a_server_without_states_passes_with_few_requests(server: FakeServer) ->
     tests = examine(server)
     assert list(tests) == [UNSEEDED, AGAIN, AT_ONCE, TURNS, LONG]
     assert all(test.p_value > 1e-6 for test in tests.values()), tests
-    assert tests[LONG].detail.startswith("928 tokens;")  # of 1024 that the server takes
-    assert tests[AT_ONCE].detail.startswith("0 of 8 fork")
+    assert tests[LONG].detail.startswith("after 928 tokens;")  # of 1024 that the server takes
+    assert tests[AT_ONCE].detail.startswith("0 of 8 pairs of answers differ; ")
     assert len(server.requests) <= 120
     unseeded = [body for body in server.requests if body["max_tokens"] == 16]
     assert len(unseeded) == 8 and not any("seed" in body for body in unseeded)
@@ -85,7 +85,8 @@ def test_a_fork_at_a_tie_is_not_an_error(server: FakeServer) -> None:
     server.manners.wrong_greedy = 5
     server.manners.wrong_when = "again"
     test = examine(server)[AGAIN]
-    assert test.p_value == 1 and test.detail.startswith("4 of 4 fork, all at ties")
+    assert test.p_value == 1
+    assert test.detail.startswith("4 of 4 pairs of answers differ, 4 of them at tied tokens;")
 
 
 def test_chats_are_compared_with_themselves_only(server: FakeServer) -> None:
@@ -107,7 +108,7 @@ def test_texts_are_continued_as_texts_where_ids_are_not_told(server: FakeServer)
 def test_answers_without_texts_are_compared_by_their_tokens(server: FakeServer) -> None:
     server.manners.writes_texts = False
     assert examine(server)[UNSEEDED] == Test(
-        UNSEEDED, 1.0, 128, "8 requests wrote 8 texts", is_controlled=True
+        UNSEEDED, 1.0, 128, "8 requests wrote 8 different texts", is_controlled=True
     )
     server.manners.fixed_seed = 7
     assert examine(server)[UNSEEDED].p_value < 1e-9
@@ -130,7 +131,7 @@ def test_a_text_is_halved_until_the_server_takes_it(server: FakeServer) -> None:
 
     client.complete = refuse  # type: ignore[method-assign]
     test = examine(server, client=client)[LONG]
-    assert test.detail.startswith("1,952 tokens;") and test.p_value == 1
+    assert test.detail.startswith("after 1,952 tokens;") and test.p_value == 1
     assert max(lengths) == 16384 - 96
 
 

@@ -72,7 +72,7 @@ def test_wrong_logits_behind_drafts_do_not_raise_the_limit_of_noise() -> None:
     assert certificate.verdict is Verdict.NOT_LOSSLESS
     assert (
         "greedy tokens, scored by force" in certificate.reason
-        and "noise 0.0001" in certificate.reason
+        and "the noise is 0.0001" in certificate.reason
     )
 
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.core
 
 
 @pytest.mark.parametrize(
-    ("tokens", "found"),
+    ("tokens", "repetition"),
     [
         ([7] * 64, Repetition(1, 64)),
         ([7] * 63, None),
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.core
         ([], None),
     ],
 )
-def test_a_loop_is_found(tokens: list[int], found: Repetition | None) -> None:
-    assert repetition_of(tokens) == found
+def test_a_loop_is_found(tokens: list[int], repetition: Repetition | None) -> None:
+    assert repetition_of(tokens) == repetition
 
 
 def test_a_loop_is_what_a_regular_expression_finds() -> None:
