@@ -1,7 +1,7 @@
 """The code stays readable: limits on its size, and on what a statement holds.
 
 They fall with every change, except one that adds a capability, as the server, certificates, the
-oracle and the files of what is downloaded most (0.5) did.
+oracle, the files of what is downloaded most and the page that computes (0.5) did.
 
 The weight of a statement is its number of expression nodes, without annotations. So neither line
 lengths nor types change it, and splitting a statement hardly changes the total. A packing assigns
@@ -50,13 +50,13 @@ class Counts(NamedTuple):
 
 
 LIMITS = {
-    "eagle3_jax": Counts(83_300, 8, 0, 0),
+    "eagle3_jax": Counts(84_260, 8, 0, 0),
     "conversion": Counts(24_700, 7, 0, 0),
     "validation": Counts(23_420, 8, 0, 0),
-    "tests": Counts(107_600, 9, 0, 0),
-    "notebooks": Counts(13_800, 9, 0, 0),
+    "tests": Counts(109_710, 9, 0, 0),
+    "notebooks": Counts(13_970, 9, 0, 0),
     "examples": Counts(12_950, 8, 0, 0),
-    "docs": Counts(7_400, 10, 0, 0),
+    "docs": Counts(8_460, 10, 0, 0),
 }
 
 
