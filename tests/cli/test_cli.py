@@ -185,7 +185,7 @@ def test_a_line_of_a_file_has_sampling_a_seed_and_stop_texts_of_its_own(cli, tmp
         ({"top_k": 1.5}, "top_k is 1.5; expected a whole number from 0"),
         ({"seed": True}, "seed is True; expected a whole number from 0 to 4294967295"),
         ({"stop": ["a", ""]}, "stop is ['a', '']; expected a text or a list of texts"),
-        ({"messages": []}, "with one of 'prompt', 'prompt_ids' and 'messages'"),
+        ({"messages": []}, "with one of 'prompt', 'prompt_ids', 'messages'"),
         ({"ignore_eos": True}, "it is given for all prompts, with --ignore-eos"),
     ):
         file.write_text(json.dumps({"prompt": "x"} | line) + "\n")
