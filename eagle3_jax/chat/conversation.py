@@ -66,7 +66,13 @@ class Chat:
             ValueError: The conversation no longer fits the target. The question is not kept.
         """
         turn, prompt = self._begin(text)
-        answer = self.decoder.generate(prompt, **self._options_of_turn()).rows[0]
+        # Round by round, as `stream`, so that both need the same programs.
+        chunks = list(self.decoder.stream(prompt, **self._options_of_turn()))
+        tokens = [token for chunk in chunks for token in chunk.tokens]
+        reason = chunks[-1].finish_reason
+        answer = Generation(
+            prompt, tokens, self.decoder.text_of(tokens, reason), reason, chunks[-1].stats, None
+        )
         self.messages += [turn, {"role": "assistant", "content": answer.text or ""}]
         return answer
 
