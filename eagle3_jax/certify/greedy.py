@@ -186,7 +186,7 @@ def judge_greedy(scores: Scores, noise: Noise) -> list[Test]:
     if not number:
         return []
 
-    # Of no wrong token in n the upper Clopper-Pearson bound of 95 %, about 3 / n.
+    # With no wrong token among n, the upper Clopper-Pearson bound at 95 % is about 3 / n.
     bound = 1 - 0.05 ** (1 / number)
     wrong = drafted.gaps[drafted.gaps > max(noise.size, CERTAIN)]
     tied = int((drafted.gaps > 0).sum())
