@@ -351,7 +351,7 @@ def _row_json(ended: Ended, decoder: SpeculativeDecoder) -> dict[str, Any]:
 
 _MEASURED_PROMPTS = 8
 _REPEATS = 5
-_SECONDS = 10
+_SECONDS = 10.0
 
 
 def _print_text(job: Job, loading: float) -> None:

@@ -255,7 +255,7 @@ def test_a_conversation_at_a_terminal(folder: Path) -> None:
     os.write(chat.master, b"Why?\n")
     # The spinner is gone.
     chat.wait(b"\x1b[?25h")
-    assert b"compiling: once per machine" in chat.seen
+    assert b"preparing programs for this length; the first time they are compiled" in chat.seen
     os.killpg(chat.process.pid, signal.SIGINT)
     lines = chat.wait()
     assert lines[-2:] == ["[interrupted]", ">"]
@@ -282,7 +282,7 @@ def test_the_line_after_an_answer_counts_it(folder: Path) -> None:
     facts = re.fullmatch(
         r"\[stopped: reached --max-new-tokens 6\] · 6 tokens · (\d\.\d\d) tokens per round( ·"
         r" [\d.]+ tokens/s)?"
-        r"( · compilation \(\d+ s\) left out)?",
+        r"( · (compilation|reading compiled programs) \(\d+ s\) left out)?",
         lines[-2],
     )
     assert facts and 1 <= float(facts[1]) <= 4
