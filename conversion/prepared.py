@@ -95,10 +95,14 @@ def _read(directory: Path) -> TargetCheckpoint:
     config = native.from_json(DecoderConfig, fields.get("config"), fields.where)
     leaves: dict[str, Any] = read_tensors(directory)
     rotations = fields.section("rotations").values
+    parts = [name + part for name in rotations for part in (_VALUES, _SCALE)]
+    is_complete = all((directory / name).is_file() for name in fields.words("sidecars"))
+    if not is_complete or not leaves.keys() >= {*parts}:
+        raise CheckpointError(f"{directory} is incomplete")
     for name, rotation in rotations.items():
         kernel = Int8Kernel(
-            values=leaves.pop(name + _VALUES, None),
-            scale=leaves.pop(name + _SCALE, None),
+            values=leaves.pop(name + _VALUES),
+            scale=leaves.pop(name + _SCALE),
             is_table=name == "embedding",
             rotation=rotation,
         )
@@ -154,5 +158,6 @@ def write(checkpoint: TargetCheckpoint, params: Params, weights: str) -> None:
             "stop_tokens": checkpoint.stop_tokens,
             "dtype": checkpoint.dtype,
             "rotations": rotations,
+            "sidecars": [path.name for path in temporary.iterdir() if path.name != SAFETENSORS],
         }
         write_json(temporary / _FILE, values)

@@ -52,7 +52,7 @@ from eagle3_jax.verifiers.simulated import SimulatedAcceptance
 # Caches and prompts are padded to multiples of this, so most prompts share one compilation. Shorter
 # prompts are padded to a power of two, because on CPUs a prefill costs in proportion to its tokens.
 _BUCKET = 128
-# Caches above this are padded to multiples of it.
+# Caches of one row that are larger than this are padded to multiples of it.
 _COARSE = 512
 _SHORTEST_PROMPT = 16
 
@@ -420,8 +420,9 @@ class SpeculativeDecoder:
         # Room for a whole draft after the last root, so that no node is lost at the end of the
         # buffer.
         needed = longest + self.loop.drafter.num_nodes
-        # Coarser steps for long texts: each turn of a conversation would need new programs.
-        return _round_up(needed, _BUCKET if needed <= _COARSE else _COARSE)
+        # A conversation has one row, and each of its turns would need new programs.
+        is_coarse = needed > _COARSE and batch.tokens.shape[0] == 1
+        return _round_up(needed, _COARSE if is_coarse else _BUCKET)
 
     def _compile(self, loop: SpeculativeLoop, batch: Prompts) -> None:
         """Compiles the prefill and the round of a batch side by side on a CPU.

@@ -71,7 +71,7 @@ class Chat:
         tokens = [token for chunk in chunks for token in chunk.tokens]
         reason = chunks[-1].finish_reason
         answer = Generation(
-            prompt, tokens, self.decoder.text_of(tokens, reason), reason, chunks[-1].stats, None
+            prompt, tokens, self.decoder.text_of(tokens, reason), reason, chunks[-1].stats
         )
         self.messages += [turn, {"role": "assistant", "content": answer.text or ""}]
         return answer

@@ -185,7 +185,9 @@ def _described(
 
     if decoder.method == "none":
         is_chosen = models.drafter == "none"
-        return "no drafter" if is_chosen else "no drafts for so many rows (fewer --slots have them)"
+        return (
+            "no drafter" if is_chosen else "no drafts at this number of slots; fewer --slots draft"
+        )
     if draft.schedule is None:
         return f"{decoder.drafter.described}, {shape_of(decoder.loop.drafter)}"
     steps = parse_schedule(draft.schedule).steps(num_slots)

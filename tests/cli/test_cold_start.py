@@ -144,14 +144,20 @@ def test_a_stream_compiles_each_program_once(tmp_path):
     """The prefill and the round are compiled side by side, and their calls find them."""
     code = """
 import eagle3_jax as e3
+from eagle3_jax.measure.timing import CompileClock
 e3.keep_compiled_programs({where!r})
 target = e3.load_target()
 decoder = e3.SpeculativeDecoder(target, e3.load_drafter(target=target), num_speculative_tokens=2)
-chunks = list(decoder.stream("def fibonacci(n):", max_new_tokens=12))
+with CompileClock() as clock:
+    chunks = list(decoder.stream("def fibonacci(n):", max_new_tokens=12))
+print(clock.programs, clock.num_read)
 text = decoder.generate("def fibonacci(n):", max_new_tokens=12).texts[0]
 assert "".join(piece for chunk in chunks for piece in chunk.pieces) == text
 """
-    fresh(code.format(where=str(tmp_path)))
+    programs, num_read = map(int, fresh(code.format(where=str(tmp_path)))[0].split())
+    assert programs > 2 and num_read == 0
+    programs, num_read = map(int, fresh(code.format(where=str(tmp_path)))[0].split())
+    assert num_read == programs
     names = [path.name for path in tmp_path.glob("*-cache")]
     for program in ("jit_prefill", "jit_step", "jit_generate"):
         assert sum(name.startswith(program) for name in names) == 1

@@ -11,6 +11,7 @@ import tiny
 
 import eagle3_jax as e3
 from eagle3_jax.conversion import prepared
+from eagle3_jax.conversion.tensors import read_tensors, write_tensors
 from eagle3_jax.files import published
 from eagle3_jax.files.published import PUBLISHED, cached_path
 from eagle3_jax.files.sources import bundled
@@ -50,7 +51,9 @@ def test_a_second_load_needs_neither_the_file_nor_its_quantisation(
     assert loaded.tokenizer.to_str() == expected.tokenizer.to_str()
 
 
-@pytest.mark.parametrize("damage", ["tensors", "description", "earlier version"])
+@pytest.mark.parametrize(
+    "damage", ["tensors", "a tensor", "tokenizer", "description", "earlier version"]
+)
 def test_a_damaged_or_an_old_form_is_written_again(model: Path, damage: str) -> None:
     expected = e3.load_target(model, weights="int8")
     place = prepared.place(model, "int8")
@@ -60,12 +63,21 @@ def test_a_damaged_or_an_old_form_is_written_again(model: Path, damage: str) -> 
 
     if damage == "tensors":
         tensors.write_bytes(tensors.read_bytes()[:-100])
+    elif damage == "a tensor":
+        contents = read_tensors(place)
+        contents.pop(next(name for name in contents if name.endswith(".scale")))
+        tensors.unlink()
+        write_tensors(tensors, contents)
+    elif damage == "tokenizer":
+        (place / "tokenizer.json").unlink()
     elif damage == "description":
         (place / "prepared.json").write_text("{}", encoding="utf-8")
     else:
         place.rename(place.with_name("int8-of-another-version"))
 
-    assert tiny.same_bits(e3.load_target(model, weights="int8").params, expected.params)
+    loaded = e3.load_target(model, weights="int8")
+    assert tiny.same_bits(loaded.params, expected.params)
+    assert loaded.tokenizer is not None
     assert tensors.stat().st_size == size
     assert [path for path in model.parent.iterdir() if path != model] == [place]
 

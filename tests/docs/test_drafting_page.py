@@ -71,7 +71,7 @@ def rounds_of(
         chances = [
             chance(positions[root + depth], depth + 1, sampled=sampled) for depth in range(length)
         ]
-        # The probability that exactly so many tokens are accepted.
+        # The probabilities of 0, 1, ... accepted tokens.
         reached = np.cumprod([1.0, *chances])
         exactly = -np.diff(reached, append=0.0)
         rounds = 1 + sum(share * after[root + 1 + count][0] for count, share in enumerate(exactly))
