@@ -6,6 +6,7 @@ The output is exactly the target's.
 from __future__ import annotations
 
 import concurrent.futures
+import copy
 import dataclasses
 import itertools
 import time
@@ -45,6 +46,7 @@ from eagle3_jax.types import (
     FinishReason,
     SamplingMode,
     SamplingParams,
+    TargetModel,
     Verifier,
 )
 from eagle3_jax.verifiers.simulated import SimulatedAcceptance
@@ -145,18 +147,14 @@ class SpeculativeDecoder:
         _check_size(configured_drafter, target)
 
         params = LoopParams(target=target.params, drafter=loaded.params)
+        self._borrowed = _borrowed(params)
         mesh = target.mesh if mesh is None else as_mesh(mesh)
         if invariant:
             target = _invariant(target, configured_drafter, mesh)
-        if mesh is not None:
-            target_shardings = param_shardings(mesh, target.model, params.target)
-            drafter_shardings = param_shardings(mesh, configured_drafter, params.drafter)
-            params = place(params, LoopParams(target_shardings, drafter_shardings))
-
         self.mesh = mesh
-        self.params = params
-        self.target = dataclasses.replace(target, params=params.target, mesh=mesh)
-        self.drafter = dataclasses.replace(loaded, params=params.drafter)
+        self.target = dataclasses.replace(target, mesh=mesh)
+        self.drafter = loaded
+        self._set_params(_placed(params, target.model, configured_drafter, mesh))
         self.stop_tokens = target.stop_tokens if stop_tokens is None else tuple(stop_tokens)
         for token in self.stop_tokens:
             target.check_token(token, "stop token")
@@ -176,6 +174,38 @@ class SpeculativeDecoder:
         self._compiled: set[Any] = set()
         # Sampling parameters and mode of the latest step.
         self._last = (None, SamplingMode.GREEDY)
+
+    def with_params(self, target: Any, drafter: Any = None) -> SpeculativeDecoder:
+        """Returns a decoder of the same programs with other arrays, such as a policy's after a step.
+
+        Nothing of the old target is left in it: what the drafter borrows, such as the embedding, is
+        that of the new one.
+
+        Args:
+            target: Parameters of the target, with the structure, shapes and types of those before.
+            drafter: Parameters of the drafter. Default: those before.
+
+        Raises:
+            ValueError: A parameter is missing or has another shape or type; the message names it.
+        """
+        before = self.params
+        given = LoopParams(target, before.drafter if drafter is None else drafter)
+        _check_same_form(given, before)
+
+        arrays = dict(jax.tree_util.tree_leaves_with_path(given.target))
+        new_drafter = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: arrays[self._borrowed[path]] if path in self._borrowed else leaf,
+            given.drafter,
+        )
+        params = LoopParams(given.target, new_drafter)
+        other = copy.copy(self)
+        other._set_params(_placed(params, self.loop.target, self.loop.drafter, self.mesh))
+        return other
+
+    def _set_params(self, params: LoopParams) -> None:
+        self.params = params
+        self.target = dataclasses.replace(self.target, params=params.target)
+        self.drafter = dataclasses.replace(self.drafter, params=params.drafter)
 
     @property
     def method(self) -> str:
@@ -627,6 +657,46 @@ def _check_size(drafter: Drafter[Any], target: LoadedTarget) -> None:
             f"a tree of num_nodes={drafter.num_nodes} does not fit {target.name}, which has {most}"
             f" positions; lower num_nodes to at most {most}"
         )
+
+
+def _borrowed(params: LoopParams) -> dict[Any, Any]:
+    """Returns the path in the target of every array that the drafter shares with it, by its own."""
+    of_target = {
+        id(leaf): path for path, leaf in jax.tree_util.tree_leaves_with_path(params.target)
+    }
+    of_drafter = jax.tree_util.tree_leaves_with_path(params.drafter)
+    return {path: of_target[id(leaf)] for path, leaf in of_drafter if id(leaf) in of_target}
+
+
+def _placed(
+    params: LoopParams, model: TargetModel, drafter: Drafter[Any], mesh: Mesh | None
+) -> LoopParams:
+    """Returns the parameters on a mesh, if there is one."""
+    if mesh is None:
+        return params
+    target_shardings = param_shardings(mesh, model, params.target)
+    drafter_shardings = param_shardings(mesh, drafter, params.drafter)
+    return place(params, LoopParams(target_shardings, drafter_shardings))
+
+
+def _check_same_form(given: LoopParams, expected: LoopParams) -> None:
+    """Raises unless both have the same parameters, each of the same shape and type."""
+    for part, new, old in zip(LoopParams._fields, given, expected, strict=True):
+        arrays = dict(jax.tree_util.tree_leaves_with_path(new))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(old):
+            name = part + jax.tree_util.keystr(path)
+            if path not in arrays:
+                raise ValueError(f"{name} is missing; expected the parameters of the same model")
+            form = _form(arrays.pop(path))
+            if form != _form(leaf):
+                raise ValueError(f"{name} is {form}; expected {_form(leaf)}, as before")
+        for path in arrays:
+            name = part + jax.tree_util.keystr(path)
+            raise ValueError(f"{name} was not there before; expected the parameters of one model")
+
+
+def _form(array: Any) -> str:
+    return f"{jnp.result_type(array)}{list(jnp.shape(array))}"
 
 
 def _invariant(target: LoadedTarget, drafter: Drafter[Any], mesh: Mesh | None) -> LoadedTarget:

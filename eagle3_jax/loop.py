@@ -189,7 +189,9 @@ class SpeculativeLoop:
             stats=SpeculationStats.zeros(batch, self.drafter.max_depth),
             logprobs=None
             if prompts.logprobs is None
-            else LogProbs.zeros(batch, capacity, prompts.logprobs),
+            else LogProbs.zeros(
+                batch, capacity, prompts.logprobs, sampled=prompts.sampling_logprobs
+            ),
         )
 
     def extend(
@@ -199,6 +201,7 @@ class SpeculativeLoop:
         prompt_length: Int[Array, " B"],
         *,
         size: int,
+        until: Int[Array, " B"] | None = None,
     ) -> GenerationState:
         """Runs the next tokens of each prompt, behind those that have run.
 
@@ -211,9 +214,12 @@ class SpeculativeLoop:
                 change.
             size: Most tokens of a row that run. After all chunks the state is that of
                 :meth:`prefill` up to rounding.
+            until: ``[B]``, tokens of each prompt that have run afterwards, if ``size`` allows it.
+                Default: all.
         """
         start = state.cache.length
-        count = jnp.clip(prompt_length - start, 0, size)
+        end = prompt_length if until is None else jnp.minimum(until, prompt_length)
+        count = jnp.clip(end - start, 0, size)
         positions = start[:, None] + indices(size)[None, :]
         tokens = jax.vmap(lambda tokens, slots: tokens.at[slots].get(mode="clip"))(
             state.tokens, positions
@@ -462,12 +468,23 @@ class SpeculativeLoop:
         logprobs = state.logprobs
         if logprobs is not None and logits is not None:
             scored = LogProbs.from_logits(logits, emitted, logprobs.top.shape[-1])
+            if logprobs.sampled is not None:
+                scored = scored.replace(sampled=self._sampling_logprobs(state, emitted, logits))
             logprobs = jax.tree.map(lambda old, new: append(old, slots, new), logprobs, scored)
         tokens = append(state.tokens, slots, emitted)
 
         length = state.length + num_new
         finish = jnp.where(state.running, reason, state.finish).astype(jnp.int32)
         return state.replace(tokens=tokens, logprobs=logprobs, length=length, finish=finish)
+
+    def _sampling_logprobs(
+        self, state: GenerationState, tokens: Int[Array, "B T"], logits: Float[Array, "B T V"]
+    ) -> Float[Array, "B T"]:
+        """Returns the log-probability of tokens under the distributions of their rows."""
+        if self.sampling_mode is SamplingMode.GREEDY:
+            return jnp.zeros(tokens.shape)
+        probs = probabilities(logits, state.sampling, self.sampling_mode)
+        return jnp.log(jnp.take_along_axis(probs, tokens[..., None], axis=-1)[..., 0])
 
 
 def _has_distribution(logits: Float[Array, "B N V"]) -> Bool[Array, "B N"]:
@@ -502,9 +519,10 @@ def extend(
     prompt_length: Int[Array, " B"],
     *,
     size: int,
+    until: Int[Array, " B"] | None = None,
 ) -> GenerationState:
     """Compiled ``SpeculativeLoop.extend``. It consumes the state, to update caches in place."""
-    return loop.extend(params, state, prompt_length, size=size)
+    return loop.extend(params, state, prompt_length, size=size, until=until)
 
 
 @functools.partial(jax.jit, static_argnames=("loop",), donate_argnames=("state",))

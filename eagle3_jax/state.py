@@ -40,6 +40,8 @@ class Prompts(struct.PyTreeNode, kw_only=True):
         keys: One key per row.
         logprobs: ``L``, likeliest tokens with log-probabilities besides each new token; ``None``
             records none.
+        sampling_logprobs: Whether the log-probability of each new token under the distribution that
+            it is sampled from is recorded as well.
     """
 
     tokens: Int[Array, "B T"]
@@ -50,6 +52,7 @@ class Prompts(struct.PyTreeNode, kw_only=True):
     sampling: SamplingParams
     keys: Key[Array, " B"]
     logprobs: int | None = struct.field(pytree_node=False, default=None)
+    sampling_logprobs: bool = struct.field(pytree_node=False, default=False)
 
 
 class GenerationState(struct.PyTreeNode, kw_only=True):

@@ -142,6 +142,9 @@ class TokenLogProb:
     logprob: float  #: Log-probability of the token in the output.
     #: Ids and log-probabilities of the most likely tokens, in descending order.
     top: list[tuple[int, float]]
+    #: Log-probability of the token in the output under the distribution that it was sampled from:
+    #: with temperature, top-k and top-p, and 0 for a greedy row; ``None`` if it was not recorded.
+    sampled: float | None = None
 
 
 class LogProbs(struct.PyTreeNode, kw_only=True):
@@ -151,20 +154,24 @@ class LogProbs(struct.PyTreeNode, kw_only=True):
         token: ``[B S]``, of the token in each slot; 0 in slots of the prompt.
         top_ids: ``[B S L]``, ids of the ``L`` most likely tokens, in descending order.
         top: ``[B S L]``, their log-probabilities.
+        sampled: ``[B S]``, of the token in each slot under the distribution that it was sampled
+            from, with the row's temperature, top-k and top-p; ``None`` if it is not recorded.
     """
 
     token: Float[Array | np.ndarray, "B S"]
     top_ids: Int[Array | np.ndarray, "B S L"]
     top: Float[Array | np.ndarray, "B S L"]
+    sampled: Float[Array | np.ndarray, "B S"] | None = None
 
     @classmethod
-    def zeros(cls, batch: int, capacity: int, count: int) -> LogProbs:
+    def zeros(cls, batch: int, capacity: int, count: int, *, sampled: bool = False) -> LogProbs:
         """Returns empty slots; ``count`` is ``L``."""
         slots = (batch, capacity)
         return cls(
             token=jnp.zeros(slots),
             top_ids=jnp.zeros((*slots, count), jnp.int32),
             top=jnp.zeros((*slots, count)),
+            sampled=jnp.zeros(slots) if sampled else None,
         )
 
     @classmethod
@@ -191,7 +198,10 @@ class LogProbs(struct.PyTreeNode, kw_only=True):
             np.asarray(leaf)[index, start:stop].tolist()
             for leaf in (self.token, self.top_ids, self.top)
         )
-        rows = zip(*columns, strict=True)
+        sampled: list[float | None] = [None] * (stop - start)
+        if self.sampled is not None:
+            sampled = np.asarray(self.sampled)[index, start:stop].tolist()
         return [
-            TokenLogProb(logprob, list(zip(ids, top, strict=True))) for logprob, ids, top in rows
+            TokenLogProb(logprob, list(zip(ids, top, strict=True)), drawn)
+            for logprob, ids, top, drawn in zip(*columns, sampled, strict=True)
         ]

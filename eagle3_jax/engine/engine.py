@@ -72,6 +72,13 @@ class _Partial(NamedTuple):
     done: int  #: Tokens of the prompt that have run.
 
 
+class _Prefix(NamedTuple):
+    """The state after all tokens of a prompt but the last, which requests of this prompt share."""
+
+    tokens: list[int]  #: The prompt.
+    state: GenerationState
+
+
 class WarmUp(NamedTuple):
     """A program that an engine is about to compile."""
 
@@ -111,7 +118,9 @@ class Engine:
         sampling_mode: SamplingMode = SamplingMode.TRUNCATED,
         chunk: int | None = None,
         logprobs: int | None = None,
+        sampling_logprobs: bool = False,
         prefill_rows: int = 1,
+        share_prompts: bool = False,
     ):
         """Makes an empty engine; nothing is compiled yet.
 
@@ -124,18 +133,29 @@ class Engine:
                 saves their sort.
             chunk: Longest part of a prompt that runs between two rounds. Default: whole prompts.
             logprobs: ``L``: record log-probabilities of new tokens and of the ``L`` likeliest ones.
+            sampling_logprobs: With ``logprobs``: record also those of new tokens under the
+                distributions that they are sampled from.
             prefill_rows: Most prompts of one padded length that are prefilled together. With 1
                 every bit of a request depends on the request alone; more are faster where many
                 wait.
+            share_prompts: Run the prompt of consecutive requests with the same one once, and copy
+                its caches for each of them. Its last token runs once for each request, and chooses
+                their first tokens.
 
         Raises:
-            ValueError: There is no slot, a chunk has no token, a row has no room for a draft, or
+            ValueError: There is no slot, a chunk has no token, chunks and shared prompts are both
+                asked for, a row has no room for a draft, or
                 the decoder's mesh does not divide the slots.
         """
         if slots < 1:
             raise ValueError(f"slots is {slots}; expected at least 1")
         if chunk is not None and chunk < 1:
             raise ValueError(f"chunk is {chunk}; expected at least 1 token")
+        if chunk is not None and share_prompts:
+            raise ValueError(
+                f"chunk is {chunk} with share_prompts; a shared prompt runs as a whole, so leave"
+                " chunk out"
+            )
         parts = 1 if decoder.mesh is None else decoder.mesh.shape[DATA]
         if slots % parts:
             raise ValueError(
@@ -149,6 +169,7 @@ class Engine:
         self.decoder = decoder
         self.num_slots = slots
         self.num_logprobs = logprobs
+        self._sampling_logprobs = sampling_logprobs
         self.room = min(capacity - drafter.num_nodes, positions, drafter_positions)
         if self.room < 2:
             raise ValueError(
@@ -160,12 +181,14 @@ class Engine:
         self._capacity = padded_prompt(capacity)
         self._chunk = chunk
         self._prefill_rows = prefill_rows
+        self._share_prompts = share_prompts
         self._no_rounds = SpeculationStats.merge([SpeculationStats.zeros(1, drafter.max_depth)])
         # Counters of all requests without a row.
         self._ended_stats = self._no_rounds
         self._ids = itertools.count()
         self._waiting: collections.deque[_Entry] = collections.deque()
         self._partial: _Partial | None = None
+        self._prefix: _Prefix | None = None
         self._slots: dict[int, _Entry] = {}
         self._state: GenerationState | None = None
 
@@ -292,7 +315,11 @@ class Engine:
             return self._run_rounds() if self._slots else []
 
     def _begin(self) -> None:
-        """Begins one group of prompts, or runs one chunk."""
+        """Begins one group of prompts, or runs one chunk; of shared prompts all that have room."""
+        if self._share_prompts:
+            while self._waiting and len(self._slots) < self.num_slots:
+                self._begin_siblings()
+            return
         if self._partial is None and self._waiting and len(self._slots) < self.num_slots:
             self._begin_group()
         if self._partial is not None:
@@ -322,6 +349,35 @@ class Engine:
         prompts = self._prompts(group)
         prefilled = loops.prefill(self._loop, self.decoder.params, prompts, capacity=self._capacity)
         self._insert(prefilled, group)
+
+    def _begin_siblings(self) -> None:
+        """Begins the first waiting requests of one prompt, as many as a power of two."""
+        prompt = self._waiting[0].request.tokens
+        if self._prefix is None or self._prefix.tokens != prompt:
+            self._prefix = _Prefix(prompt, self._run_prefix(self._waiting[0]))
+        is_sibling = (entry.request.tokens == prompt for entry in self._waiting)
+        num_siblings = sum(1 for _ in itertools.takewhile(bool, is_sibling))
+        most = min(num_siblings, self.num_slots - len(self._slots))
+        count = 1 << (most.bit_length() - 1)
+
+        group = [self._waiting.popleft() for _ in range(count)]
+        prompts = self._prompts(group)
+        state = rows.siblings(self._prefix.state, prompts)
+        state = loops.extend(self._loop, self.decoder.params, state, prompts.length, size=1)
+        self._insert(state, group)
+
+    def _run_prefix(self, entry: _Entry) -> GenerationState:
+        """Runs all tokens of a prompt but the last, which chooses the first new token."""
+        prompts = self._prompts([entry])
+        state = loops.empty(self._loop, self.decoder.params, prompts, capacity=self._capacity)
+        return loops.extend(
+            self._loop,
+            self.decoder.params,
+            state,
+            prompts.length,
+            size=prompts.tokens.shape[1],
+            until=prompts.length - 1,
+        )
 
     def _run_chunk(self, partial: _Partial) -> None:
         """Runs the next chunk of a prompt. The last chunk gives it a row."""
@@ -358,7 +414,10 @@ class Engine:
 
         # No token has the id -1.
         ignores_stop = np.array([request.ignore_stop for request in requests])[:, None]
-        prompts = prompts.replace(stop_tokens=jnp.where(ignores_stop, -1, prompts.stop_tokens))
+        prompts = prompts.replace(
+            stop_tokens=jnp.where(ignores_stop, -1, prompts.stop_tokens),
+            sampling_logprobs=self._sampling_logprobs,
+        )
         return place_rows(prompts, self.decoder.mesh)
 
     def _insert(self, new_rows: GenerationState, entries: Sequence[_Entry]) -> None:

@@ -32,6 +32,9 @@ def complete(
     *,
     slots: int,
     logprobs: int | None = None,
+    sampling_logprobs: bool = False,
+    share_prompts: bool = False,
+    capacity: int | None = None,
 ) -> Iterator[tuple[int, Generation]]:
     """Completes prompts in a fixed number of rows, each as ``decoder.generate`` completes it alone.
 
@@ -41,6 +44,11 @@ def complete(
             target's positions ends there.
         slots: Number of rows.
         logprobs: Record log-probabilities of new tokens and of this many likeliest ones.
+        sampling_logprobs: See :class:`Engine`.
+        share_prompts: See :class:`Engine`; the first tokens of an answer may then differ by
+            rounding from those of ``decoder.generate``.
+        capacity: Tokens per row, if lists of other lengths are to share programs. Default: those of
+            the longest request.
 
     Yields:
         The number of a request and its result, in the order in which they end.
@@ -60,10 +68,12 @@ def complete(
     engine = Engine(
         decoder,
         slots=slots,
-        capacity=longest + decoder.loop.drafter.num_nodes,
+        capacity=capacity or longest + decoder.loop.drafter.num_nodes,
         sampling_mode=sampling_mode_of(params),
         logprobs=logprobs,
+        sampling_logprobs=sampling_logprobs,
         prefill_rows=slots,
+        share_prompts=share_prompts,
     )
 
     answers = {

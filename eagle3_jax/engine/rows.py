@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from eagle3_jax.devices.sharding import on_rows
-from eagle3_jax.state import GenerationState
+from eagle3_jax.state import GenerationState, Prompts
 from eagle3_jax.types import FinishReason
 
 
@@ -33,6 +33,18 @@ def ended_copies(rows: GenerationState, count: int) -> GenerationState:
     """
     copies = jax.tree.map(lambda leaf: leaf[jnp.zeros((count,), jnp.int32)], rows)
     return on_rows(copies.replace(finish=jnp.full((count,), int(FinishReason.LENGTH), jnp.int32)))
+
+
+@jax.jit
+def siblings(prefix: GenerationState, prompts: Prompts) -> GenerationState:
+    """Returns a copy of the first row of ``prefix`` for each prompt, with the options of that."""
+    count = prompts.length.shape[0]
+    copies = jax.tree.map(lambda leaf: leaf[jnp.zeros((count,), jnp.int32)], prefix)
+    options = {
+        name: getattr(prompts, name)
+        for name in ("limit", "limit_reason", "stop_tokens", "sampling", "keys")
+    }
+    return on_rows(copies.replace(**options))
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
