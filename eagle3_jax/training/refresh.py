@@ -61,6 +61,7 @@ class HeadRefresh:
         decoder = refresh.step(decoder, answers)
 
     Attributes:
+        state: The head's parameters in float32, and the optimiser's state.
         metrics: The loss and the metrics of the latest step.
     """
 
@@ -103,7 +104,7 @@ class HeadRefresh:
         )
         self._trainer = Trainer(loss, optimizer)
         # The optimiser's sums need more bits than a head in bfloat16 has.
-        self._state = self._trainer.start(
+        self.state = self._trainer.start(
             jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
         )
 
@@ -129,12 +130,12 @@ class HeadRefresh:
             draft_to_target=before.drafter.get("draft_to_target"),
         )
         batch = self._batch(answers)
-        number = int(self._state.step)
-        steps = self._trainer.run(self._state, lambda step: (batch, frozen), number + 1)
-        self._state, self.metrics = next(steps)
+        number = int(self.state.step)
+        steps = self._trainer.run(self.state, lambda step: (batch, frozen), number + 1)
+        self.state, self.metrics = next(steps)
 
         head = jax.tree.map(
-            lambda new, old: new.astype(old.dtype), self._state.params, before.drafter["head"]
+            lambda new, old: new.astype(old.dtype), self.state.params, before.drafter["head"]
         )
         return decoder.with_params(before.target, {**before.drafter, "head": head})
 
