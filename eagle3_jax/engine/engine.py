@@ -355,9 +355,10 @@ class Engine:
         prompt = self._waiting[0].request.tokens
         if self._prefix is None or self._prefix.tokens != prompt:
             self._prefix = _Prefix(prompt, self._run_prefix(self._waiting[0]))
-        is_sibling = (entry.request.tokens == prompt for entry in self._waiting)
-        num_siblings = sum(1 for _ in itertools.takewhile(bool, is_sibling))
-        most = min(num_siblings, self.num_slots - len(self._slots))
+        num_free = self.num_slots - len(self._slots)
+        waiting = itertools.islice(self._waiting, num_free)
+        is_sibling = (entry.request.tokens == prompt for entry in waiting)
+        most = sum(1 for _ in itertools.takewhile(bool, is_sibling))
         count = 1 << (most.bit_length() - 1)
 
         group = [self._waiting.popleft() for _ in range(count)]
