@@ -386,14 +386,12 @@ def table_of(model: Any, lora_alpha: float | None = None) -> Table:
     Raises:
         ValueError: Its family has no table, or the model has a part that the table lacks.
     """
-    kind = type(model)
-    family = FAMILIES.get(f"{kind.__module__}.{kind.__qualname__}")
+    # Qwix adds low-rank updates in a class of its own.
+    names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(model).__mro__]
+    family = next((FAMILIES[name] for name in names if name in FAMILIES), None)
     if family is None:
         known = ", ".join(name.rsplit(".", 1)[1] for name in FAMILIES)
-        raise ValueError(
-            f"the policy is a {kind.__module__}.{kind.__qualname__}; expected a model of Tunix's:"
-            f" {known}"
-        )
+        raise ValueError(f"the policy is a {names[0]}; expected a model of Tunix's: {known}")
     config = family.config(model.config)
     return Table(config, family.rules(config), lora_alpha)
 

@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.rl import common, reshard
+from tunix.rl import common
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
 from eagle3_jax.decode import SpeculativeDecoder
@@ -118,6 +118,9 @@ class SpeculativeRollout(BaseRollout):
         self._target = DecoderTarget(self._table.config, self._precision)
         self._mesh = _our_mesh(mesh)
         self._to_ours = self._compiled_table(state)
+        # Configurations of Tunix's have no hash, so the graph is no static argument.
+        graphdef = nnx.graphdef(rollout_actor)
+        self._their_logprobs = jax.jit(functools.partial(_logprobs_of, graphdef))
         self._slots = slots
         self._keep_end = keep_end
         self._seed = seed
@@ -238,7 +241,10 @@ class SpeculativeRollout(BaseRollout):
             filter_types: The types of that part, such as ``(nnx.LoRAParam,)``.
         """
         if filter_types is not None:
-            params = reshard.reshard_pytree(params, nnx.state(self._model, filter_types))
+            before = nnx.state(self._model, filter_types)
+            params = jax.tree.map(
+                lambda new, old: jax.device_put(new, old.sharding), params, before
+            )
         nnx.update(self._model, params)
 
     def pad_id(self) -> int:
@@ -314,7 +320,7 @@ class SpeculativeRollout(BaseRollout):
         """
         vocab_size = self._table.config.vocab_size
         tokens = np.random.default_rng(0).integers(0, vocab_size, (1, _PROBE), np.int32)
-        theirs = _their_logprobs(self._model, tokens)
+        theirs = self._their_logprobs(nnx.state(self._model), tokens)
         ours = _our_logprobs(self._target, params, tokens)
         # Tokens that a model almost excludes differ by more, and are never sampled.
         likely = np.asarray(theirs) > np.log(1e-4)
@@ -432,10 +438,9 @@ def _finite(state: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return jax.tree.map(lambda array: jnp.all(jnp.isfinite(array)), state)
 
 
-@nnx.jit
-def _their_logprobs(model: Any, tokens: jax.Array) -> jax.Array:
+def _logprobs_of(graphdef: Any, state: Any, tokens: jax.Array) -> jax.Array:
     positions, mask = _positions_and_mask(tokens)
-    logits, _ = model(tokens, positions, None, mask)
+    logits, _ = nnx.merge(graphdef, state)(tokens, positions, None, mask)
     return jax.nn.log_softmax(logits.astype(jnp.float32))
 
 
