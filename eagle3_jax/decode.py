@@ -176,10 +176,10 @@ class SpeculativeDecoder:
         self._last = (None, SamplingMode.GREEDY)
 
     def with_params(self, target: Any, drafter: Any = None) -> SpeculativeDecoder:
-        """Returns a decoder of the same programs with other arrays, such as a policy's after a step.
+        """Returns a decoder with other arrays, such as those of a policy after a step of training.
 
-        Nothing of the old target is left in it: what the drafter borrows, such as the embedding, is
-        that of the new one.
+        Its programs are the same. Nothing of the old target is left in it: what the drafter
+        borrows, such as the embedding, is that of the new one.
 
         Args:
             target: Parameters of the target, with the structure, shapes and types of those before.
@@ -189,18 +189,18 @@ class SpeculativeDecoder:
             ValueError: A parameter is missing or has another shape or type; the message names it.
         """
         before = self.params
-        given = LoopParams(target, before.drafter if drafter is None else drafter)
-        _check_same_form(given, before)
+        after = LoopParams(target, before.drafter if drafter is None else drafter)
+        _check_same_form(after, before)
 
-        arrays = dict(jax.tree_util.tree_leaves_with_path(given.target))
+        arrays = dict(jax.tree_util.tree_leaves_with_path(target))
         new_drafter = jax.tree_util.tree_map_with_path(
             lambda path, leaf: arrays[self._borrowed[path]] if path in self._borrowed else leaf,
-            given.drafter,
+            after.drafter,
         )
-        params = LoopParams(given.target, new_drafter)
-        other = copy.copy(self)
-        other._set_params(_placed(params, self.loop.target, self.loop.drafter, self.mesh))
-        return other
+        params = LoopParams(target, new_drafter)
+        decoder = copy.copy(self)
+        decoder._set_params(_placed(params, self.loop.target, self.loop.drafter, self.mesh))
+        return decoder
 
     def _set_params(self, params: LoopParams) -> None:
         self.params = params
@@ -660,12 +660,11 @@ def _check_size(drafter: Drafter[Any], target: LoadedTarget) -> None:
 
 
 def _borrowed(params: LoopParams) -> dict[Any, Any]:
-    """Returns the path in the target of every array that the drafter shares with it, by its own."""
-    of_target = {
-        id(leaf): path for path, leaf in jax.tree_util.tree_leaves_with_path(params.target)
-    }
-    of_drafter = jax.tree_util.tree_leaves_with_path(params.drafter)
-    return {path: of_target[id(leaf)] for path, leaf in of_drafter if id(leaf) in of_target}
+    """Returns the paths of the arrays that the drafter shares with the target, in both."""
+    target = jax.tree_util.tree_leaves_with_path(params.target)
+    paths = {id(leaf): path for path, leaf in target}
+    drafter = jax.tree_util.tree_leaves_with_path(params.drafter)
+    return {path: paths[id(leaf)] for path, leaf in drafter if id(leaf) in paths}
 
 
 def _placed(
@@ -679,9 +678,9 @@ def _placed(
     return place(params, LoopParams(target_shardings, drafter_shardings))
 
 
-def _check_same_form(given: LoopParams, expected: LoopParams) -> None:
+def _check_same_form(params: LoopParams, expected: LoopParams) -> None:
     """Raises unless both have the same parameters, each of the same shape and type."""
-    for part, new, old in zip(LoopParams._fields, given, expected, strict=True):
+    for part, new, old in zip(LoopParams._fields, params, expected, strict=True):
         arrays = dict(jax.tree_util.tree_leaves_with_path(new))
         for path, leaf in jax.tree_util.tree_leaves_with_path(old):
             name = part + jax.tree_util.keystr(path)

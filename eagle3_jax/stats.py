@@ -202,6 +202,6 @@ class LogProbs(struct.PyTreeNode, kw_only=True):
         if self.sampled is not None:
             sampled = np.asarray(self.sampled)[index, start:stop].tolist()
         return [
-            TokenLogProb(logprob, list(zip(ids, top, strict=True)), drawn)
-            for logprob, ids, top, drawn in zip(*columns, sampled, strict=True)
+            TokenLogProb(logprob, list(zip(ids, top, strict=True)), of_sampling)
+            for logprob, ids, top, of_sampling in zip(*columns, sampled, strict=True)
         ]

@@ -6,10 +6,10 @@ The bundled model learns to write Python that parses, by groups of answers as in
     python examples/rollouts.py train work --output rollouts.json   # an hour, resumable
     python examples/rollouts.py time work --output rollouts.json    # the policies that it saved
 
-``train`` runs every seed twice, with plain and with drafted rollouts, and measures in the drafted run
-how many tokens of each drafter its policy accepts. ``time`` measures the seconds of rollouts at the
-saved policies, one after the other in turn, and the log-probabilities of rollouts in other types; with
-``google-tunix`` installed also the seconds of Tunix's own sampler.
+``train`` runs every seed twice, with plain and with drafted rollouts. In the drafted run it
+measures how many tokens of each drafter the policy accepts. ``time`` measures the seconds of
+rollouts of the saved policies, one after the other in turn, and log-probabilities of rollouts in
+other types; where ``google-tunix`` is installed also the seconds of Tunix's own sampler.
 """
 
 from __future__ import annotations
@@ -32,16 +32,22 @@ import numpy as np
 import optax
 
 import eagle3_jax as e3
-from eagle3_jax.drafters import NGram, Siblings
+from eagle3_jax.bench.step_costs import step_costs
+from eagle3_jax.drafters import NGram
+from eagle3_jax.drafters.text import TextDrafter, TextState
 from eagle3_jax.engine.refill import complete
 from eagle3_jax.measure.environment import environment
-from eagle3_jax.measure.records import write_record
+from eagle3_jax.measure.records import spread_of, write_record
+from eagle3_jax.models.decoder import DecoderTarget
+from eagle3_jax.models.layers import BFLOAT16, FLOAT32, cast
+from eagle3_jax.models.quantised import quantised
 from eagle3_jax.prompts.request import Request
 from eagle3_jax.results import Generation
 from eagle3_jax.training.refresh import HeadRefresh, RefreshConfig
 from eagle3_jax.tree import causal_mask
+from eagle3_jax.types import Draft
 
-# The task: bodies of functions. A policy step has four of the prompts, with a group of answers each.
+# The task: bodies of functions. A policy step has four prompts, with a group of answers each.
 VERBS = ("read", "write", "find", "parse", "check", "make", "split", "join", "format", "count")
 NOUNS = ("line", "name", "path", "header", "value", "item", "file", "key")
 OPTIONS = ("default=None", "strict=False", "encoding='utf-8'", "*args")
@@ -50,7 +56,9 @@ PROMPTS = tuple(
     for i, verb in enumerate(VERBS)
     for j, noun in enumerate(NOUNS)
 )
-GROUPS, SAMPLES, NEW_TOKENS = 4, 8, 48
+GROUPS = 4
+SAMPLES = 8
+NEW_TOKENS = 48
 FEWEST_LINES = 3
 
 DRAFT = {"num_speculative_tokens": 3}
@@ -77,6 +85,74 @@ def reward(prompt: str, answer: str) -> float:
     return good / max(written, FEWEST_LINES)
 
 
+@dataclasses.dataclass(frozen=True)
+class Siblings(TextDrafter):
+    """Prompt lookup in all rows of a batch: continues the longest suffix found in any of them.
+
+    Answers to one prompt share its phrases. Of equally long matches a row takes one of its own,
+    else one of the nearest row after it. A row's draft, and with it the random numbers that choose
+    its tokens, depends on the other rows: its distribution is the target's whatever they say, but
+    a seed has another sample in another batch. So it is not among the library's drafters.
+
+    Attributes:
+        num_speculative_tokens: ``K``, tokens of a draft. Default: the default length for one row.
+        max_ngram: Longest suffix tried, in tokens.
+        min_ngram: Shortest suffix tried, in tokens.
+    """
+
+    max_ngram: int = 6
+    min_ngram: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.min_ngram <= self.max_ngram:
+            raise ValueError(
+                f"n-grams of {self.min_ngram} to {self.max_ngram} tokens; expected 1 <= min <= max"
+            )
+
+    def propose(self, params: Any, state: TextState, keys: Any, sampling: Any) -> Draft:
+        """Continues the best match. Nodes after the last known token are invalid."""
+        del params, keys, sampling
+        batch, capacity = state.tokens.shape
+        row = jnp.arange(batch, dtype=jnp.int32)
+        slot = jnp.arange(capacity, dtype=jnp.int32)
+
+        # run[b, r, s]: tokens up to slot s of row r that equal the last ones of row b. The last
+        # token of a row has nothing after it.
+        end_of_text = state.length[:, None, None]
+        last_of_row = state.length[None, :, None] - 1
+        unbroken = slot < last_of_row
+        run = jnp.zeros((batch, batch, capacity), jnp.int32)
+        for back in range(self.max_ngram):
+            last = jnp.take_along_axis(
+                state.tokens, jnp.maximum(state.length[:, None] - 1 - back, 0), axis=1
+            )
+            shifted = jnp.roll(state.tokens, back, axis=1)
+            is_same = shifted[None] == last[:, :, None]
+            unbroken = unbroken & is_same & (slot >= back) & (end_of_text - 1 >= back)
+            run += unbroken.astype(jnp.int32)
+
+        # The longest match wins; of equally long ones the nearest row, and its latest slot.
+        distance = (row[None, :] - row[:, None]) % batch
+        order = (batch - 1 - distance)[:, :, None] * capacity + slot
+        score = jnp.where(run >= self.min_ngram, run * (batch * capacity) + order, -1)
+        best = jnp.argmax(score.reshape(batch, -1), axis=1)
+        has_match = jnp.max(score.reshape(batch, -1), axis=1) >= 0
+        source = best // capacity
+        start = best % capacity
+
+        following = start[:, None] + 1 + jnp.arange(self.num_speculative_tokens, dtype=jnp.int32)
+        known = has_match[:, None] & (following < state.length[source][:, None])
+        proposed = state.tokens[source[:, None], jnp.minimum(following, capacity - 1)]
+
+        node = jnp.broadcast_to(
+            jnp.arange(self.num_nodes, dtype=jnp.int32), (batch, self.num_nodes)
+        )
+        tokens = jnp.concatenate([state.root, proposed], axis=1)
+        valid = jnp.concatenate([jnp.ones_like(known[:, :1]), known], axis=1)
+        return Draft(tokens=tokens, parents=node - 1, valid=valid)
+
+
 # The loop: rollouts, log-probabilities, update
 
 
@@ -99,6 +175,13 @@ def requests_of(step: int, seed: int) -> list[Request]:
         Request(PROMPTS[prompt], NEW_TOKENS, temperature=1.0, seed=int(seeds[group, sample]))
         for group, prompt in enumerate(prompts)
         for sample in range(SAMPLES)
+    ]
+
+
+def with_seeds(requests: Sequence[Request], shift: int) -> list[Request]:
+    """Returns the requests with other seeds."""
+    return [
+        dataclasses.replace(request, seed=(request.seed + shift) % 2**32) for request in requests
     ]
 
 
@@ -141,7 +224,7 @@ def batch_of(answers: Sequence[Generation], rewards: np.ndarray) -> Batch:
 
 
 def log_probabilities(model: Any, params: Any, tokens: jax.Array) -> jax.Array:
-    """Returns the log-probability of each token after those before it, ``[R T]``; 0 of the first."""
+    """Returns the log-probability of each token, ``[R T]``; 0 of the first."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     output = model(params, tokens, positions, causal_mask(tokens.shape[1]))
     scores = jax.nn.log_softmax(model.unembed(params, output.final)[:, :-1])
@@ -151,7 +234,7 @@ def log_probabilities(model: Any, params: Any, tokens: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("model", "optimizer"), donate_argnums=(3,))
 def update(model: Any, optimizer: Any, params: Any, state: Any, batch: Batch) -> Any:
-    """Returns the policy after a step, the optimiser's state and the log-probabilities before it."""
+    """Returns policy and optimiser's state after a step, and the log-probabilities before it."""
 
     def loss(params: Any) -> tuple[jax.Array, jax.Array]:
         scores = log_probabilities(model, params, batch.tokens)
@@ -298,11 +381,8 @@ def advance(run: Run, optimizer: Any, seed: int, others: dict[str, Any], every: 
         line["refreshed head"] = acceptance(answers)
         if run.step % every == 0:
             for name, decoder in others.items():
-                other = [
-                    dataclasses.replace(request, seed=(request.seed + 1) % 2**32)
-                    for request in requests
-                ]
-                line[name] = acceptance(rollouts(decoder.with_params(params), other))
+                again = with_seeds(requests, 1)
+                line[name] = acceptance(rollouts(decoder.with_params(params), again))
 
     after, run.state, scores = update(
         model, optimizer, params, run.state, batch_of(answers, rewards)
@@ -339,6 +419,231 @@ def train(options: argparse.Namespace) -> Iterator[str]:
             keep_policy(run, options.directory)
 
 
+# Seconds, and other types
+
+
+class Contender(NamedTuple):
+    """A way to roll out, and what it accepted."""
+
+    name: str
+    run: Callable[[list[Request]], list[Generation] | None]
+
+
+def contenders(decoders: dict[str, e3.SpeculativeDecoder], vanilla: Any) -> list[Contender]:
+    """Returns the ways to roll out a policy; ``vanilla`` is Tunix's sampler, if it is there."""
+
+    def by(decoder: e3.SpeculativeDecoder) -> Callable[[list[Request]], list[Generation] | None]:
+        return lambda requests: rollouts(decoder, requests)
+
+    ways = [Contender(name, by(decoder)) for name, decoder in decoders.items()]
+    if vanilla is not None:
+        ways.append(Contender("Tunix's vanilla sampler", vanilla))
+    return ways
+
+
+def vanilla_sampler(target: e3.LoadedTarget, params: Any) -> Any:
+    """Returns Tunix's vanilla engine with a policy of ours; ``None`` where it is not installed.
+
+    Its Qwen 2 with biases of zero computes what the bundled Llama does.
+    """
+    try:
+        from flax import nnx
+        from tunix.models.qwen2 import model as qwen2
+        from tunix.rl.rollout.base_rollout import CacheConfig, RolloutConfig
+        from tunix.rl.rollout.vanilla_rollout import VanillaRollout
+    except ModuleNotFoundError:
+        return None
+    from eagle3_jax.tunix.policies import table_of
+
+    config = target.model.config  # type: ignore[attr-defined]
+    mixer = config.layers[0].mixer
+    mlp = config.layers[0].mlp
+    model = qwen2.Qwen2(
+        qwen2.ModelConfig(
+            num_layers=config.num_layers,
+            vocab_size=config.vocab_size,
+            embed_dim=config.width,
+            hidden_dim=mlp.width,
+            num_heads=mixer.num_heads,
+            head_dim=mixer.head_dim,
+            num_kv_heads=mixer.num_kv_heads,
+            rope_theta=int(mixer.rope.theta),
+            norm_eps=config.norm_eps,
+        ),
+        rngs=nnx.Rngs(0),
+    )
+    biases = mixer.num_heads + 2 * mixer.num_kv_heads
+    blocks = [
+        {
+            **block,
+            "attention": {
+                **block["attention"],
+                "qkv": {**block["attention"]["qkv"], "bias": jnp.zeros(biases * mixer.head_dim)},
+            },
+        }
+        for block in (params["blocks"][index] for index in range(config.num_layers))
+    ]
+    table = table_of(model)
+    theirs = table.to_theirs({**params, "blocks": dict(enumerate(blocks))})
+    state = nnx.state(model, nnx.Param)
+    names = table_paths(state)
+    nnx.update(
+        model, jax.tree.unflatten(jax.tree.structure(state), [theirs[name] for name in names])
+    )
+    sizes = CacheConfig(64, config.num_layers, mixer.num_kv_heads, mixer.head_dim)
+    engine = VanillaRollout(model, _Tokenizer(target), sizes)
+    rollout_config = RolloutConfig(
+        max_tokens_to_generate=NEW_TOKENS,
+        max_prompt_length=16,
+        temperature=1.0,
+        return_logprobs=True,
+    )
+
+    def run(requests: list[Request]) -> None:
+        engine.generate([str(request.prompt) for request in requests], rollout_config)
+
+    return run
+
+
+def table_paths(state: Any) -> list[str]:
+    """Returns the paths of the parameters of one of Tunix's models, in their order."""
+    from flax import nnx
+
+    from eagle3_jax.tunix.policies import flat
+
+    return list(flat(nnx.to_pure_dict(state)))
+
+
+class _Tokenizer:
+    """The bundled tokenizer, as Tunix asks for it."""
+
+    def __init__(self, target: e3.LoadedTarget):
+        self.tokenizer = target.tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text).ids
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids)
+
+    def bos_id(self) -> None:
+        return None
+
+    def eos_id(self) -> int:
+        return 0
+
+    def pad_id(self) -> int:
+        return 0
+
+
+def kept(directory: Path, name: str, step: int, decoder: e3.SpeculativeDecoder) -> Any:
+    """Returns the parameters of a kept policy, and of its head."""
+    with np.load(directory / f"{name}-policy-{step}.npz") as file:
+        leaves = [jnp.asarray(file[f"{index}"]) for index in range(len(file.files))]
+    like = (decoder.params.target, decoder.params.drafter)
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def costs(decoders: dict[str, e3.SpeculativeDecoder], prompts: list[list[int]]) -> dict[str, Any]:
+    """Returns what ``eagle3 plan`` predicts from: costs of verification and of a draft step."""
+    measured = {}
+    for name, decoder in decoders.items():
+        pairs = []
+        for _ in range(3):
+            plain = step_costs(decoders["plain"], prompts, max_new_tokens=NEW_TOKENS)
+            cost = step_costs(decoder, prompts, max_new_tokens=NEW_TOKENS)
+            seconds = (cost.verify_seconds, cost.draft_seconds)
+            pairs.append([value / plain.verify_seconds for value in seconds])
+        verify, draft = (statistics.median(values) for values in zip(*pairs, strict=True))
+        measured[name] = {"v": verify, "c": draft, "K": decoder.loop.drafter.max_depth}
+    return measured
+
+
+def time_policies(options: argparse.Namespace) -> Iterator[str]:
+    """Times rollouts of the kept policies in turn, and yields a line per policy and batch."""
+    target = e3.load_target(dtype="float32")
+    head = e3.load_drafter(target=target)
+    drafted = e3.SpeculativeDecoder(target, head, **SAMPLED)
+    lines = []
+    for step in options.policies:
+        params, new_head = kept(options.directory, f"drafted-{options.seed}", step, drafted)
+        policy = dataclasses.replace(target, params=params)
+        decoders = {
+            "plain": e3.SpeculativeDecoder(policy),
+            "refreshed head": drafted.with_params(params, new_head),
+            "frozen head": drafted.with_params(params),
+            "refreshed head, K=1": e3.SpeculativeDecoder(
+                target, head, **{**SAMPLED, "num_speculative_tokens": 1}
+            ).with_params(params, new_head),
+            "n-grams": e3.SpeculativeDecoder(policy, NGram(), **DRAFT),
+            "siblings": e3.SpeculativeDecoder(policy, Siblings(), **DRAFT),
+        }
+        vanilla = vanilla_sampler(target, params)
+        for rows in options.rows:
+            requests = requests_of(10_000 + step, options.seed)[:rows]
+            prompts = [target.encode(str(request.prompt)) for request in requests]
+            line = {
+                "step": step,
+                "rows": rows,
+                "ways": timed_in_turn(contenders(decoders, vanilla), requests, options.times),
+                "costs": costs(decoders, prompts),
+            }
+            lines.append(line)
+            yield json.dumps(line)
+        line = {"step": step, "drift": drifts(policy, requests_of(10_000 + step, options.seed))}
+        lines.append(line)
+        yield json.dumps(line)
+    options.lines = lines
+
+
+def timed_in_turn(
+    ways: Sequence[Contender], requests: list[Request], times: int
+) -> dict[str, dict[str, Any]]:
+    """Returns seconds of each way and the ratio of the plain ones to them, pair by pair."""
+    seconds: dict[str, list[float]] = {way.name: [] for way in ways}
+    accepted: dict[str, float] = {}
+    for repeat in range(times + 1):
+        fresh = with_seeds(requests, repeat)
+        for way in ways:
+            begin = time.perf_counter()
+            answers = way.run(fresh)
+            # The first time compiles.
+            if repeat:
+                seconds[way.name].append(time.perf_counter() - begin)
+            if answers is not None:
+                accepted[way.name] = tokens_per_round(answers)
+    return {
+        name: {
+            "seconds": spread_of(values),
+            "speedup": spread_of(
+                plain / drafted for plain, drafted in zip(seconds["plain"], values, strict=True)
+            ),
+            "tokens_per_round": accepted.get(name),
+        }
+        for name, values in seconds.items()
+    }
+
+
+def drifts(policy: e3.LoadedTarget, requests: list[Request]) -> dict[str, Any]:
+    """Returns how far rollouts in other types are from a trainer in float32."""
+    model: Any = policy.model
+    host = jax.tree.map(np.asarray, policy.params)
+    int8 = cast(quantised(host, model.param_products(), "int8"), FLOAT32)
+    small = DecoderTarget(model.config, BFLOAT16)
+    policies = {
+        "float32": policy,
+        "bfloat16": dataclasses.replace(policy, model=small, params=cast(host, BFLOAT16)),
+        "int8": dataclasses.replace(policy, params=int8, weights="int8"),
+    }
+    differences = {}
+    for name, rolled_out in policies.items():
+        answers = rollouts(e3.SpeculativeDecoder(rolled_out, NGram(), **DRAFT), requests)
+        tokens = batch_of(answers, np.zeros((GROUPS, SAMPLES))).tokens
+        scores = jax.jit(log_probabilities, static_argnums=0)(model, policy.params, tokens)
+        differences[name] = drift(answers, np.asarray(scores))
+    return differences
+
+
 def keep_policy(run: Run, directory: Path) -> None:
     """Writes the parameters of the policy and of the refreshed head, for ``time``."""
     path = directory / f"{run.name}-policy-{run.step}.npz"
@@ -362,9 +667,45 @@ def main() -> None:
     part.add_argument("--keep", type=int, default=50, help="steps between two kept policies")
     part.add_argument("--learning-rate", type=float, default=1e-4)
     part.set_defaults(run=train)
+
+    part = parts.add_parser("time", help="time rollouts of the policies that train kept")
+    part.add_argument("directory", type=Path, help="that of train")
+    part.add_argument("--output", type=Path, help="JSON file for the record")
+    part.add_argument("--policies", type=int, nargs="+", default=[0, 100], help="steps")
+    part.add_argument("--seed", type=int, default=0, help="which run")
+    part.add_argument("--rows", type=int, nargs="+", default=[32, 8, 1], help="answers at once")
+    part.add_argument("--times", type=int, default=5, help="repetitions")
+    part.set_defaults(run=time_policies)
+
     options = parser.parse_args()
     for line in options.run(options):
         print(line, flush=True)
+    if options.output is not None:
+        write(options)
+
+
+def write(options: argparse.Namespace) -> None:
+    """Adds what was measured to the record."""
+    record: dict[str, Any] = {}
+    if options.output.exists():
+        record = json.loads(options.output.read_text())
+    if options.run is time_policies:
+        record["time"] = {"environment": environment(), "lines": options.lines}
+    else:
+        runs = sorted(options.directory.glob("*-?.jsonl"))
+        record["train"] = {
+            "environment": environment(),
+            "learning_rate": options.learning_rate,
+            "groups": GROUPS,
+            "samples": SAMPLES,
+            "new_tokens": NEW_TOKENS,
+            "refresh": dataclasses.asdict(REFRESH),
+            "runs": {
+                path.stem: [json.loads(line) for line in path.read_text().splitlines()]
+                for path in runs
+            },
+        }
+    write_record(options.output, record)
 
 
 if __name__ == "__main__":

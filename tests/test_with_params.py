@@ -17,7 +17,8 @@ from eagle3_jax.topology import Chain
 
 pytestmark = pytest.mark.core
 
-OLD, NEW = tiny.target(13), tiny.target(13, seed=5)
+OLD = tiny.target(13)
+NEW = tiny.target(13, seed=5)
 SAMPLED = e3.SamplingParams(temperature=0.9)
 
 
@@ -41,20 +42,20 @@ def test_texts_and_counters_are_those_of_a_decoder_of_the_new_target(name: str) 
     decoder = SpeculativeDecoder(OLD, make(OLD))
     decoder.generate([1, 2, 3], max_new_tokens=4)
 
-    other = decoder.with_params(NEW.params)
+    updated = decoder.with_params(NEW.params)
 
     fresh = SpeculativeDecoder(NEW, make(NEW))
     for options in ({}, {"sampling": SAMPLED, "seed": 3}):
         expected = fresh.generate([1, 2, 3], max_new_tokens=40, **options)
-        result = other.generate([1, 2, 3], max_new_tokens=40, **options)
+        result = updated.generate([1, 2, 3], max_new_tokens=40, **options)
         assert (result.tokens, result.stats) == (expected.tokens, expected.stats)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_no_array_of_the_old_target_is_left(name: str) -> None:
     decoder = SpeculativeDecoder(OLD, DRAFTERS[name](OLD))
-    other = decoder.with_params(NEW.params)
-    held = (other.params, other.target.params, other.drafter.params)
+    updated = decoder.with_params(NEW.params)
+    held = (updated.params, updated.target.params, updated.drafter.params)
     old = {id(leaf) for leaf in jax.tree.leaves(OLD.params)}
     assert old.isdisjoint(id(leaf) for leaf in jax.tree.leaves(held))
     # The first decoder goes on as before.
@@ -64,10 +65,10 @@ def test_no_array_of_the_old_target_is_left(name: str) -> None:
 def test_a_new_head_is_taken_with_the_new_targets_embedding() -> None:
     decoder = SpeculativeDecoder(OLD, head(OLD))
     new_head = jax.tree.map(lambda leaf: leaf * 2, decoder.params.drafter["head"])
-    given = {**decoder.params.drafter, "head": new_head}
-    other = decoder.with_params(NEW.params, given)
-    assert other.params.drafter["head"] is not decoder.params.drafter["head"]
-    assert other.params.drafter["embedding"] is NEW.params["embedding"]
+    params = {**decoder.params.drafter, "head": new_head}
+    updated = decoder.with_params(NEW.params, params)
+    assert updated.params.drafter["head"] is not decoder.params.drafter["head"]
+    assert updated.params.drafter["embedding"] is NEW.params["embedding"]
 
 
 def without_norm(params: Any) -> Any:

@@ -15,7 +15,6 @@ from eagle3_jax.drafters.mtp import MTPConfig, MTPDrafter
 from eagle3_jax.drafters.ngram import NGram
 from eagle3_jax.drafters.p_eagle import PEagleConfig, PEagleDrafter
 from eagle3_jax.drafters.plain import Plain, PlainState, Silent
-from eagle3_jax.drafters.siblings import Siblings
 from eagle3_jax.drafters.suffix import Suffix
 
 __all__ = [
@@ -42,7 +41,6 @@ __all__ = [
     "PEagleDrafter",
     "Plain",
     "PlainState",
-    "Siblings",
     "Silent",
     "Suffix",
     "draft_model",

@@ -1,7 +1,7 @@
-"""Keeps a draft head up with a target that changes: steps of its objective on the target's answers.
+"""Steps of a draft head's objective on the answers of a target that changes.
 
-In reinforcement learning every step of the policy moves the distribution that a head has learnt. The
-answers of the latest step are texts of almost the same policy, and they are there anyway.
+In reinforcement learning every step of the policy moves the distribution that a head has learnt.
+The answers of the latest step are texts of almost the same policy, and they are there anyway.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RefreshConfig:
 
 
 class HeadRefresh:
-    """A draft head in training beside its target.
+    """A draft head that is trained while its target is.
 
     Example::
 

@@ -354,14 +354,14 @@ class Table:
             ValueError: One is missing or not known; the message names it.
         """
         expected = {tensor.name for rule in self.rules.values() for tensor in rule.tensors}
-        given = {name for name in names if "_lora_" not in name}
-        for name in sorted(expected - given):
+        present = {name for name in names if "_lora_" not in name}
+        for name in sorted(expected - present):
             raise ValueError(f"the policy has no parameter {name}; expected it in this family")
-        for name in sorted(given - expected):
+        for name in sorted(present - expected):
             raise ValueError(
                 f"the policy has a parameter {name}, which the table of its family does not know"
             )
-        if self.lora_alpha is None and len(given) < len(names):
+        if self.lora_alpha is None and len(present) < len(names):
             raise ValueError(
                 "the policy has low-rank updates; give SpeculativeRollout their lora_alpha"
             )

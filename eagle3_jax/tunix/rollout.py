@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.rl import common
-from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
+from tunix.generate.tokenizer_adapter import TokenizerAdapter  # type: ignore[import-not-found]
+from tunix.rl import common  # type: ignore[import-not-found]
+from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput  # type: ignore[import-not-found]
 
 from eagle3_jax.decode import SpeculativeDecoder
 from eagle3_jax.devices.sharding import DATA, MODEL, make_mesh, param_shardings
@@ -98,7 +98,8 @@ class SpeculativeRollout(BaseRollout):
             schedule: Lengths by the number of running rows, such as drafts only for the last rows
                 of a batch.
             slots: Rows that are decoded at once. Default: all prompts of a call.
-            refresh: Steps of the head's objective beside the policy's. Default: the head is frozen.
+            refresh: Steps of the head's objective between those of the policy. Default: none, the
+                head is frozen.
             lora_alpha: ``alpha`` of the policy's low-rank updates, which are merged.
             keep_end: Whether an answer has the token that ended it, as in Tunix's engine for vLLM:
                 a policy learns to end only from answers that have it. Tunix's vanilla engine cuts
@@ -118,7 +119,7 @@ class SpeculativeRollout(BaseRollout):
         self._target = DecoderTarget(self._table.config, self._precision)
         self._mesh = _our_mesh(mesh)
         self._to_ours = self._compiled_table(state)
-        # Configurations of Tunix's have no hash, so the graph is no static argument.
+        # Tunix's configurations cannot be hashed, so the graph is not a static argument.
         graphdef = nnx.graphdef(rollout_actor)
         self._their_logprobs = jax.jit(functools.partial(_logprobs_of, graphdef))
         self._slots = slots
@@ -139,10 +140,9 @@ class SpeculativeRollout(BaseRollout):
             mesh=self._mesh,
         )
         loaded = _loaded(drafter, policy)
-        length = {} if loaded is None else {"num_speculative_tokens": num_speculative_tokens}
-        if schedule is not None:
-            length = {"schedule": schedule}
-        self.decoder = SpeculativeDecoder(policy, loaded, **length)
+        self.decoder = SpeculativeDecoder(
+            policy, loaded, num_speculative_tokens=num_speculative_tokens, schedule=schedule
+        )
         self._check(params)
         self._refresh = None if refresh is None else HeadRefresh(self.decoder, refresh)
 
@@ -197,17 +197,17 @@ class SpeculativeRollout(BaseRollout):
         for row, prompt in zip(padded, tokens, strict=True):
             row[longest - len(prompt) :] = prompt
         written = [without_stop_token(row.tokens, row.finish_reason) for row in self.last]
-        kept = [row.tokens for row in self.last] if self._keep_end else written
+        rows = [row.tokens for row in self.last] if self._keep_end else written
         logprobs = None
         if rollout_config.return_logprobs:
             logprobs = [
                 np.array([token.sampled for token in row.logprobs or []][: len(tokens)], np.float32)
-                for row, tokens in zip(self.last, kept, strict=True)
+                for row, tokens in zip(self.last, rows, strict=True)
             ]
         return RolloutOutput(
             text=[self._tokenizer.decode(tokens) for tokens in written],
             logits=[],
-            tokens=[np.array(tokens, np.int32) for tokens in kept],
+            tokens=[np.array(tokens, np.int32) for tokens in rows],
             left_padded_prompt_tokens=padded,
             logprobs=logprobs,
         )
@@ -308,9 +308,9 @@ class SpeculativeRollout(BaseRollout):
         self.num_updates += 1
         self.decoder = self.decoder.with_params(params)
         self._check(params)
-        if self._refresh is not None and self.num_updates % self._refresh.config.every == 0:
-            if self.last:
-                self.decoder = self._refresh.step(self.decoder, self.last)
+        refresh = self._refresh
+        if refresh is not None and self.last and self.num_updates % refresh.config.every == 0:
+            self.decoder = refresh.step(self.decoder, self.last)
 
     def _check(self, params: Any) -> None:
         """Raises unless our forward and Tunix's give the same log-probabilities of a text.
@@ -345,10 +345,8 @@ class SpeculativeRollout(BaseRollout):
         """Returns a request for each prompt, with a seed of its own."""
         seed: Sequence[int] = (self._seed, self._num_calls)
         if config.seed is not None:
-            seed = np.ravel(
-                jax.random.key_data(config.seed) if _is_key(config.seed) else config.seed
-            )
-            seed = [int(word) for word in seed]
+            words = jax.random.key_data(config.seed) if _is_key(config.seed) else config.seed
+            seed = [int(word) for word in np.ravel(words)]
         self._num_calls += 1
         seeds = np.random.SeedSequence(seed).generate_state(len(tokens))
         return [
@@ -423,7 +421,7 @@ def _loaded(drafter: DrafterLike, policy: LoadedTarget) -> LoadedDrafter | Draft
     if isinstance(drafter, str):
         loaded = load_drafter(drafter.removeprefix(LOOKUP_FIRST), target=policy)
         return Fallback.of(NGram(), loaded) if drafter.startswith(LOOKUP_FIRST) else loaded
-    if isinstance(drafter, LoadedDrafter) or hasattr(drafter, "propose"):
+    if isinstance(drafter, LoadedDrafter | Drafter):
         return drafter
     return drafter(policy)
 

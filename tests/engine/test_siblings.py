@@ -1,6 +1,6 @@
-"""Answers to one prompt that share its caches: their texts, their law, their log-probabilities.
+"""Answers to one prompt that share its caches: texts, distribution, log-probabilities.
 
-They are what a policy learns from in reinforcement learning, so the gradient has its law, too.
+A policy learns from them in reinforcement learning, so its gradient has their distribution, too.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -49,13 +49,13 @@ def test_each_answer_is_that_of_its_prompt_alone(name: str, temperature: float) 
 
     answers = dict(complete(decoder, requests, slots=7, logprobs=0, share_prompts=True))
 
-    alone = dict(complete(decoder, requests, slots=7, logprobs=0))
+    single = dict(complete(decoder, requests, slots=7, logprobs=0))
     assert {number: answer.tokens for number, answer in answers.items()} == {
-        number: answer.tokens for number, answer in alone.items()
+        number: answer.tokens for number, answer in single.items()
     }
     for number, answer in answers.items():
-        assert answer.stats == alone[number].stats
-        scores = [[token.logprob for token in row.logprobs] for row in (answer, alone[number])]
+        assert answer.stats == single[number].stats
+        scores = [[token.logprob for token in row.logprobs] for row in (answer, single[number])]
         assert scores[0] == pytest.approx(scores[1], abs=1e-4)
 
 
@@ -77,18 +77,20 @@ def test_a_prompt_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", DRAFTED)
-def test_answers_follow_the_targets_law(name: str) -> None:
+def test_answers_follow_the_targets_distribution(name: str) -> None:
     """A text whose probability is a third off is seen; a draft that is always accepted is."""
     setting = (1.3, 3, 0.9)
     counts = sampled_counts(SpeculativeDecoder(TARGET, DRAFTERS[name]()), 1024, setting)
-    p_value, report = chi_square(counts, law(setting))
+    p_value, report = chi_square(counts, expected_texts(setting))
     assert p_value > ALPHA, report
 
 
-def test_the_law_sees_a_rule_that_accepts_every_draft() -> None:
-    decoder = SpeculativeDecoder(TARGET, DRAFTERS["a sampled EAGLE-3 chain"](), verifier=AcceptAll())
+def test_a_rule_that_accepts_every_draft_has_another_distribution() -> None:
+    decoder = SpeculativeDecoder(
+        TARGET, DRAFTERS["a sampled EAGLE-3 chain"](), verifier=AcceptAll()
+    )
     setting = (1.3, 3, 0.9)
-    p_value, _ = chi_square(sampled_counts(decoder, 512, setting), law(setting))
+    p_value, _ = chi_square(sampled_counts(decoder, 512, setting), expected_texts(setting))
     assert p_value < ALPHA
 
 
@@ -101,7 +103,7 @@ def sampled_counts(
     return Counter(tuple(answer.tokens) for _, answer in answers)
 
 
-def law(setting: tuple[float, int, float]) -> oracle.TextDistribution:
+def expected_texts(setting: tuple[float, int, float]) -> oracle.TextDistribution:
     known = logits_after(PROMPT)
     return oracle.autoregressive_distribution(
         lambda prefix: oracle.warped(known[prefix], *setting), HORIZON
@@ -126,8 +128,8 @@ class AcceptAll:
     def __hash__(self) -> int:
         return hash(AcceptAll)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, AcceptAll)
+    def __eq__(self, rule: object) -> bool:
+        return isinstance(rule, AcceptAll)
 
 
 # Log-probabilities
@@ -162,7 +164,7 @@ def test_without_being_asked_for_they_are_not_recorded() -> None:
 
 def test_chunks_and_shared_prompts_exclude_each_other() -> None:
     decoder = SpeculativeDecoder(TARGET, NGram(3))
-    with pytest.raises(ValueError, match="chunk is 4 with share_prompts; .* so leave chunk out"):
+    with pytest.raises(ValueError, match=r"chunk is 4 with share_prompts; .* so leave chunk out"):
         Engine(decoder, slots=2, capacity=32, chunk=4, share_prompts=True)
 
 
@@ -243,5 +245,7 @@ def test_the_policy_gradient_has_the_expectation_of_plain_rollouts(name: str) ->
 
 
 def test_a_rule_that_accepts_every_draft_has_another_policy_gradient() -> None:
-    decoder = SpeculativeDecoder(TARGET, DRAFTERS["a sampled EAGLE-3 chain"](), verifier=AcceptAll())
+    decoder = SpeculativeDecoder(
+        TARGET, DRAFTERS["a sampled EAGLE-3 chain"](), verifier=AcceptAll()
+    )
     assert largest_deviation(decoder, 256) > 5

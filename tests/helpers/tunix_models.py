@@ -16,7 +16,9 @@ from tunix.rl.rollout.base_rollout import CacheConfig
 from eagle3_jax.tunix.policies import flat
 
 VOCABULARY = 32
-PAD, BEGIN, END = 0, 1, 2
+PAD = 0
+BEGIN = 1
+END = 2
 SIZES = {"embed_dim": 16, "hidden_dim": 24, "num_heads": 4, "head_dim": 8}
 DENSE = {"num_layers": 2, "vocab_size": VOCABULARY, "norm_eps": 1e-5, **SIZES}
 
@@ -72,18 +74,18 @@ def random_state(model: nnx.Module, seed: int, scale: float = 0.25) -> nnx.State
     state = nnx.state(model, nnx.Param)
     key = jax.random.key(seed)
     arrays = flat(nnx.to_pure_dict(state))
-    drawn = {}
+    arrays_of_noise = {}
     for index, (name, array) in enumerate(arrays.items()):
         noise = jax.random.normal(jax.random.fold_in(key, index), array.shape, array.dtype)
         is_factor = array.ndim == 1 and name.endswith(".w")
-        drawn[name] = scale * noise + is_factor
+        arrays_of_noise[name] = scale * noise + is_factor
     # The pad token has logits of 0, which are never the largest.
-    if "lm_head.w" in drawn:
-        drawn["lm_head.w"] = drawn["lm_head.w"].at[:, PAD].set(0.0)
+    if "lm_head.w" in arrays_of_noise:
+        arrays_of_noise["lm_head.w"] = arrays_of_noise["lm_head.w"].at[:, PAD].set(0.0)
     else:
         name = "embedder.input_embedding"
-        drawn[name] = drawn[name].at[PAD].set(0.0)
-    return jax.tree.unflatten(jax.tree.structure(state), list(drawn.values()))
+        arrays_of_noise[name] = arrays_of_noise[name].at[PAD].set(0.0)
+    return jax.tree.unflatten(jax.tree.structure(state), list(arrays_of_noise.values()))
 
 
 def cache_config(model: Any, size: int) -> CacheConfig:

@@ -32,7 +32,7 @@ FLOORS = (
     ("decode",),
     ("chat", "engine", "measure"),
     ("bench", "server", "testing", "training"),
-    ("certify", "oracle"),
+    ("certify", "oracle", "tunix"),
     ("cli",),
     ("__main__",),
 )

@@ -1,7 +1,7 @@
 """The code stays readable: limits on its size, and on what a statement holds.
 
 They fall with every change, except one that adds a capability, as the server, certificates, the
-oracle, the files of what is downloaded most and the page that computes (0.5) did.
+oracle, the files of what is downloaded most, the page that computes and rollouts (0.5) did.
 
 The weight of a statement is its number of expression nodes, without annotations. So neither line
 lengths nor types change it, and splitting a statement hardly changes the total. A packing assigns
@@ -50,12 +50,12 @@ class Counts(NamedTuple):
 
 
 LIMITS = {
-    "eagle3_jax": Counts(84_300, 8, 0, 0),
+    "eagle3_jax": Counts(86_930, 8, 0, 0),
     "conversion": Counts(24_720, 7, 0, 0),
     "validation": Counts(23_420, 8, 0, 0),
-    "tests": Counts(109_770, 9, 0, 0),
+    "tests": Counts(112_450, 9, 0, 0),
     "notebooks": Counts(13_970, 9, 0, 0),
-    "examples": Counts(12_950, 8, 0, 0),
+    "examples": Counts(15_230, 8, 0, 0),
     "docs": Counts(8_460, 10, 0, 0),
 }
 
@@ -138,7 +138,7 @@ def test_the_algorithm_is_read_in_nine_files() -> None:
     check(
         "the reading path",
         Reader(files).counts,
-        Counts(weight=4_520, median_weight=8, packings=0, vague_names=0),
+        Counts(weight=4_570, median_weight=8, packings=0, vague_names=0),
     )
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     places = [readme.index(f"`{name.split('/')[-1]}.py`") for name in READING_PATH]

@@ -1,4 +1,4 @@
-"""A head in training beside its target learns the target's answers, and nothing else changes."""
+"""A head that is trained between steps of its target learns the answers; nothing else changes."""
 
 from __future__ import annotations
 
@@ -65,8 +65,11 @@ def test_small_steps_add_up_in_a_head_of_bfloat16() -> None:
         decoder = refresh.step(decoder, texts)
     after = decoder.params.drafter["head"]
     assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(after))
-    kept = jax.tree.leaves(refresh.state.params)
-    moved = [np.max(np.abs(new - old)) for new, old in zip(kept, map(to_float, jax.tree.leaves(rounded)), strict=True)]
+    floats = jax.tree.leaves(refresh.state.params)
+    moved = [
+        np.max(np.abs(new - old))
+        for new, old in zip(floats, map(to_float, jax.tree.leaves(rounded)), strict=True)
+    ]
     assert max(moved) > 1e-4
 
 
@@ -75,7 +78,9 @@ def to_float(leaf: jax.Array) -> np.ndarray:
 
 
 def test_what_has_no_parameters_is_refused() -> None:
-    with pytest.raises(ValueError, match="the drafter is NGram, which has no parameters to refresh"):
+    with pytest.raises(
+        ValueError, match="the drafter is NGram, which has no parameters to refresh"
+    ):
         HeadRefresh(decoder_of(NGram(3)))
 
 

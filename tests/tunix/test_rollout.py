@@ -31,7 +31,11 @@ from eagle3_jax.tunix.policies import flat, table_of
 
 PROMPTS = ["hello", "hello", "a longer one", "x"]
 GREEDY = RolloutConfig(
-    max_tokens_to_generate=16, max_prompt_length=16, temperature=0.0, top_p=None, return_logprobs=True
+    max_tokens_to_generate=16,
+    max_prompt_length=16,
+    temperature=0.0,
+    top_p=None,
+    return_logprobs=True,
 )
 SAMPLED = RolloutConfig(
     max_tokens_to_generate=16, max_prompt_length=16, temperature=0.8, top_k=6, return_logprobs=True
@@ -178,7 +182,7 @@ def test_nothing_of_the_old_policy_is_left(name: str, way: str) -> None:
     assert engine.num_updates == 1
 
 
-def test_a_head_is_refreshed_beside_the_policy() -> None:
+def test_a_head_is_refreshed_between_steps_of_the_policy() -> None:
     model = policy("Llama 3")
     refresh = RefreshConfig(every=2, rows=4, length=32, depth=1)
     engine = engine_of(model, drafter=head, refresh=refresh)
@@ -211,11 +215,11 @@ def with_lora(model: Any) -> Any:
         model, provider, tokens, positions, None, mask, rngs=nnx.Rngs(0)
     )
     updates = nnx.state(adapted, nnx.LoRAParam)
-    drawn = [
+    noise = [
         0.3 * jax.random.normal(jax.random.key(index), leaf.shape)
         for index, leaf in enumerate(jax.tree.leaves(updates))
     ]
-    nnx.update(adapted, jax.tree.unflatten(jax.tree.structure(updates), drawn))
+    nnx.update(adapted, jax.tree.unflatten(jax.tree.structure(updates), noise))
     return adapted
 
 
@@ -242,12 +246,12 @@ def test_low_rank_updates_are_merged(name: str) -> None:
 def test_tunixs_learner_trains_with_it() -> None:
     """Its GRPO runs on one device, and the engine decodes with every new policy."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
-    made: list[SpeculativeRollout] = []
+    engines: list[SpeculativeRollout] = []
 
     class Noted(SpeculativeRollout):
         def __init__(self, *args: Any, **options: Any):
             super().__init__(*args, **options)
-            made.append(self)
+            engines.append(self)
 
     config = rl_cluster.ClusterConfig(
         role_to_mesh={
@@ -271,12 +275,14 @@ def test_tunixs_learner_trains_with_it() -> None:
     learner = GRPOLearner(
         rl_cluster=cluster,
         algo_config=GRPOConfig(num_generations=4, num_iterations=2, beta=0.04),
-        reward_fns=lambda prompts, completions, **_: [float(len(set(c.split()))) for c in completions],
+        reward_fns=lambda prompts, completions, **_: [
+            float(len(set(c.split()))) for c in completions
+        ],
     )
     before = nnx.state(policy("Qwen 3"), nnx.Param)
     learner.train([{"prompts": np.array(["hello", "x"])} for _ in range(3)])
 
-    (engine,) = made
+    (engine,) = engines
     trained = nnx.state(cluster.actor_trainer.model, nnx.Param)
     moved = [
         float(jnp.max(jnp.abs(a - b)))
@@ -329,7 +335,11 @@ def test_a_prompt_longer_than_the_row_is_refused() -> None:
             {"mesh": jax.sharding.AbstractMesh((2, 1, 1), ("a", "b", "c"))},
             "the mesh has the axes a, b, c; expected at most two",
         ),
-        (lambda: policy("Llama 3"), {"drafter": "none", "refresh": RefreshConfig()}, "no parameters"),
+        (
+            lambda: policy("Llama 3"),
+            {"drafter": "none", "refresh": RefreshConfig()},
+            "no parameters",
+        ),
     ],
 )
 def test_what_the_engine_cannot_run_is_refused(model: Any, options: Any, message: str) -> None:
