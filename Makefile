@@ -13,7 +13,7 @@ VLLM_PYTHON ?= python3.11
 QUESTION ?= Write a Python class for a stack, with push, pop and peek, and show how it is used.
 export QUESTION
 
-.PHONY: demo test nightly wheel-check vllm validation aot aot-platforms notebooks gpu-notebooks lint types check format docs clean
+.PHONY: demo test tunix nightly wheel-check vllm validation aot aot-platforms notebooks gpu-notebooks lint types check format docs clean
 
 demo: $(VENV)/.installed-gguf
 	$(VENV)/bin/eagle3 generate --chat "$$QUESTION" --target smollm2 $(if $(GPU_HERE),--dtype bfloat16,--weights int8) --compare
@@ -34,6 +34,10 @@ test: $(VENV)/.installed-$(EXTRA)
 nightly: PLATFORMS = cuda:h200 tpu:v6e:1x1
 nightly: $(VENV)/.installed-validation vllm aot-platforms
 	$(VENV)/bin/python tests/nightly/run.py $(PARTS)
+
+# The engine for Tunix against Tunix's own, in an environment of its own.
+tunix:
+	$(MAKE) test VENV=.venv-tunix EXTRA=test-tunix TESTS=tests/tunix MARKS=
 
 # The built wheel and sdist: what is in them, and the wheel alone in a fresh environment, then with some of its extras.
 WHEEL_EXTRAS ?= plot
@@ -118,7 +122,7 @@ docs: $(VENV)/.installed-docs
 	! grep -rlE '<(script|link|img|iframe|source)[^>]* (src|href)="(https?:)?//' --include='*.html' $(SITE) # loads from elsewhere
 
 clean:
-	rm -rf $(VENV) .venv-newest build dist docs/_build docs/notebooks docs/repository .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-newest .venv-tunix build dist docs/_build docs/notebooks docs/repository .pytest_cache .ruff_cache
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -24,8 +24,10 @@ from eagle3_jax.tree import ancestor_mask, causal_mask
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1] / "notebooks"), str(HERE.parent / "recorded")]
 
+import policy_runs  # noqa: E402
 import speeds  # noqa: E402
-from pictures import anatomy, bars, strips, style, trees  # noqa: E402
+from page_tables import record as record_of  # noqa: E402
+from pictures import anatomy, bars, policies, strips, style, trees  # noqa: E402
 
 # The target is small. Its text after this prompt does not repeat one phrase over and over.
 PROMPT = 'def get_size(value):\n    """Return the'
@@ -43,6 +45,8 @@ def main() -> None:
     matplotlib.rcParams.update({"svg.hashsalt": "eagle3-jax", "svg.fonttype": "path"})
     _write(_speed(), "speed")
     _write(_draft_length(), "draft_length")
+    runs = record_of(policy_runs.RECORD)["train"]["runs"]
+    _write(policies.acceptance_and_reward(runs), "rollouts")
     target = e3.load_target()
     head = e3.load_drafter(target=target)
     _write(anatomy.eagle3_head(head.drafter.config, target.model.config.num_layers), "head")

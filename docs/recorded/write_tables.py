@@ -16,6 +16,7 @@ import host
 import loads
 import methods
 import options
+import policy_runs
 import speeds
 import support
 import validated
@@ -70,6 +71,12 @@ def tables() -> dict[str, dict[str, str]]:
             "headline": speeds.headline(),
             "chat model": chat_model.rounds(),
             "fallback": options.fallback(of_options),
+        },
+        "docs/rollouts.md": {
+            "acceptance": policy_runs.acceptance(),
+            "run": policy_runs.measured_on(),
+            "seconds": policy_runs.seconds(),
+            "drift": policy_runs.drift(),
         },
         "docs/requests.md": {"cost": options.cost(of_options)},
         "docs/serving.md": {

@@ -39,7 +39,7 @@ from eagle3_jax.text.tokens import without_stop_token
 from eagle3_jax.training.refresh import HeadRefresh, RefreshConfig
 from eagle3_jax.tree import causal_mask
 from eagle3_jax.tunix.policies import flat, table_of
-from eagle3_jax.types import Drafter
+from eagle3_jax.types import Drafter, DraftSampling
 
 # Tokens of the text on which both forwards are compared.
 _PROBE = 16
@@ -79,6 +79,7 @@ class SpeculativeRollout(BaseRollout):
         drafter: DrafterLike = "ngram",
         num_speculative_tokens: int | None = None,
         schedule: SpeculationSchedule | None = None,
+        draft_sampling: DraftSampling | str | None = None,
         slots: int | None = None,
         refresh: RefreshConfig | None = None,
         lora_alpha: float | None = None,
@@ -97,6 +98,8 @@ class SpeculativeRollout(BaseRollout):
             num_speculative_tokens: Length ``K`` of a draft.
             schedule: Lengths by the number of running rows, such as drafts only for the last rows
                 of a batch.
+            draft_sampling: How a head or a draft model chooses its tokens. Default: by sampling,
+                because samples of a policy accept sampled drafts more often.
             slots: Rows that are decoded at once. Default: all prompts of a call.
             refresh: Steps of the head's objective between those of the policy. Default: none, the
                 head is frozen.
@@ -141,7 +144,11 @@ class SpeculativeRollout(BaseRollout):
         )
         loaded = _loaded(drafter, policy)
         self.decoder = SpeculativeDecoder(
-            policy, loaded, num_speculative_tokens=num_speculative_tokens, schedule=schedule
+            policy,
+            loaded,
+            num_speculative_tokens=num_speculative_tokens,
+            schedule=schedule,
+            draft_sampling=draft_sampling or _default_sampling(loaded),
         )
         self._check(params)
         self._refresh = None if refresh is None else HeadRefresh(self.decoder, refresh)
@@ -424,6 +431,12 @@ def _loaded(drafter: DrafterLike, policy: LoadedTarget) -> LoadedDrafter | Draft
     if isinstance(drafter, LoadedDrafter | Drafter):
         return drafter
     return drafter(policy)
+
+
+def _default_sampling(loaded: LoadedDrafter | Drafter[Any] | None) -> DraftSampling | None:
+    """Returns that drafts are sampled, of a drafter that can do so."""
+    drafter = loaded.drafter if isinstance(loaded, LoadedDrafter) else loaded
+    return DraftSampling.PROBABILISTIC if hasattr(drafter, "draft_sampling") else None
 
 
 def _is_key(seed: Any) -> bool:

@@ -1,0 +1,124 @@
+"""The tables of ``docs/rollouts.md``, from the record of ``examples/rollouts.py``."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from page_tables import cores, record, spread, table, version
+
+from eagle3_jax.theory.speedup import speedup
+
+RECORD = "rollouts-shipped-pair"
+DRAFTERS = ("refreshed head", "frozen head", "n-grams", "siblings")
+# Steps at the beginning and at the end that a cell averages.
+WINDOW = 20
+
+
+def acceptance() -> str:
+    """Tokens per round and acceptance by depth, at the beginning and at the end."""
+    runs = record(RECORD)["train"]["runs"]
+    drafted = [lines for name, lines in runs.items() if name.startswith("drafted-")]
+    rows = []
+    for drafter in DRAFTERS:
+        cells = []
+        for part in (slice(WINDOW), slice(-WINDOW, None)):
+            measured = [[line for line in lines[part] if drafter in line] for lines in drafted]
+            tokens = [mean(line[drafter]["tokens_per_round"] for line in seed) for seed in measured]
+            depths = zip(
+                *(line[drafter]["by_depth"] for seed in measured for line in seed), strict=True
+            )
+            cells += [with_range(tokens), " · ".join(f"{mean(depth):.2f}" for depth in depths)]
+        rows.append([drafter, *cells])
+    columns = (
+        "drafter, K=3",
+        f"tokens per round, first {WINDOW} steps",
+        "accepted by depth",
+        f"last {WINDOW} steps",
+        "accepted by depth",
+    )
+    return table(columns, rows)
+
+
+def seconds() -> str:
+    """The speed of rollouts against plain ones, measured and predicted."""
+    rows = []
+    for line in timed():
+        for way, measured in line["ways"].items():
+            if way == "plain":
+                continue
+            ratio = spread(measured["speedup"])
+            where = [str(line["step"]), str(line["rows"]), way]
+            rows.append([*where, tokens(measured), predicted(line, way), ratio])
+    columns = ("policy", "answers at once", "rollouts", "tokens per round", "predicted", "measured")
+    return table(columns, rows)
+
+
+def timed() -> list[dict[str, Any]]:
+    """Returns the lines with seconds."""
+    return [line for line in record(RECORD)["time"]["lines"] if "ways" in line]
+
+
+def tokens(measured: Mapping[str, Any]) -> str:
+    """Returns the tokens per round of a way; empty for one without rounds."""
+    value = measured["tokens_per_round"]
+    return "" if value is None else f"{value:.2f}"
+
+
+def predicted(line: Mapping[str, Any], way: str) -> str:
+    """Returns ``S`` by the measured costs, as ``eagle3 plan speedup`` computes it."""
+    if way not in line["costs"]:
+        return ""
+    cost = line["costs"][way]
+    ratio = speedup(
+        line["ways"][way]["tokens_per_round"],
+        num_draft_tokens=cost["K"],
+        verify_cost=cost["v"],
+        draft_cost=cost["c"],
+    )
+    return f"{ratio:.2f}"
+
+
+def drift() -> str:
+    """How far log-probabilities of rollouts are from those of the trainer."""
+    rows = []
+    for line in record(RECORD)["time"]["lines"]:
+        for dtype, values in line.get("drift", {}).items():
+            ratios = (
+                f"{values['ratio_std']:.2g} ({values['ratio_min']:.3f}–{values['ratio_max']:.3f})"
+            )
+            rows.append(
+                [
+                    str(line["step"]),
+                    dtype,
+                    f"{values['mean']:.1e}",
+                    f"{values['largest']:.1e}",
+                    ratios,
+                ]
+            )
+    columns = ("policy", "rollouts in", "mean", "largest", "standard deviation of ratios, range")
+    return table(columns, rows)
+
+
+def measured_on() -> str:
+    """What the record is of."""
+    parts = record(RECORD)
+    facts = parts["train"]["environment"]
+    seeds = sum(name.startswith("drafted-") for name in parts["train"]["runs"])
+    steps = min(len(lines) for lines in parts["train"]["runs"].values())
+    answers = parts["train"]["groups"] * parts["train"]["samples"]
+    return (
+        f"{version(facts)}, {cores(facts)}. {steps} steps, {seeds} seeds, {answers} answers of"
+        f" {parts['train']['new_tokens']} tokens a step, temperature 1."
+    )
+
+
+def mean(values: Iterable[float]) -> float:
+    """Returns the mean."""
+    return statistics.fmean(values)
+
+
+def with_range(values: Sequence[float]) -> str:
+    """Returns the mean of the seeds, and the lowest and the highest."""
+    return f"{mean(values):.2f} ({min(values):.2f}–{max(values):.2f})"
