@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from tunix.generate.tokenizer_adapter import TokenizerAdapter  # type: ignore[import-not-found]
 from tunix.rl import common  # type: ignore[import-not-found]
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput  # type: ignore[import-not-found]
 
 from eagle3_jax.decode import SpeculativeDecoder
-from eagle3_jax.devices.sharding import DATA, MODEL, make_mesh, param_shardings
+from eagle3_jax.devices.sharding import DATA, MODEL, param_shardings
 from eagle3_jax.drafters.fallback import Fallback
 from eagle3_jax.drafters.ngram import NGram
 from eagle3_jax.engine.refill import complete
@@ -133,10 +133,9 @@ class SpeculativeRollout(BaseRollout):
         self.last: list[Generation] = []
         self.num_updates = 0
 
-        params = self._map()
         policy = LoadedTarget(
             model=self._target,
-            params=params,
+            params=self._mapped(),
             vocab_size=self._table.config.vocab_size,
             max_positions=self._table.config.max_positions,
             name="the policy",
@@ -150,7 +149,6 @@ class SpeculativeRollout(BaseRollout):
             schedule=schedule,
             draft_sampling=draft_sampling or _default_sampling(loaded),
         )
-        self._check(params)
         self._refresh = None if refresh is None else HeadRefresh(self.decoder, refresh)
 
     # What Tunix calls
@@ -190,7 +188,7 @@ class SpeculativeRollout(BaseRollout):
             complete(
                 decoder,
                 requests,
-                slots=min(self._slots or len(requests), len(requests)),
+                slots=self._num_rows(len(requests)),
                 logprobs=0,
                 sampling_logprobs=True,
                 share_prompts=True,
@@ -287,34 +285,32 @@ class SpeculativeRollout(BaseRollout):
             return jax.jit(to_ours)
         return jax.jit(to_ours, out_shardings=param_shardings(self._mesh, self._target, shapes))
 
-    def _map(self) -> Any:
-        """Returns the parameters of the policy in our layout, and remembers what they are of.
+    def _mapped(self) -> Any:
+        """Returns the parameters of the policy in our layout, checked.
 
         Raises:
-            ValueError: One of them is not finite.
+            ValueError: One of them is not finite, or our forward is not that of Tunix's model.
         """
         state = _arrays(self._model)
-        # Tunix forbids transfers while it updates parameters.
-        with jax.transfer_guard("allow"):
-            finite = jax.device_get(_finite(state))
-            for name, is_finite in finite.items():
-                if not is_finite:
-                    raise ValueError(
-                        f"the policy's parameter {name} has a value that is not finite; the"
-                        " training has diverged, so go back to an earlier step"
-                    )
-            self._sources = [weakref.ref(array) for array in state.values()]
-            return self._to_ours(state)
+        for name, is_finite in jax.device_get(_finite(state)).items():
+            if not is_finite:
+                raise ValueError(
+                    f"the policy's parameter {name} has a value that is not finite; the training"
+                    " has diverged, so go back to an earlier step"
+                )
+        params = self._to_ours(state)
+        self._check(params)
+        # Not the arrays themselves, which would keep the old policy in memory.
+        self._sources = [weakref.ref(array) for array in state.values()]
+        return params
 
     def _follow(self) -> None:
         """Decodes with the policy as it is now, if it has changed."""
         arrays = _arrays(self._model).values()
         if all(seen() is array for seen, array in zip(self._sources, arrays, strict=True)):
             return
-        params = self._map()
+        self.decoder = self.decoder.with_params(self._mapped())
         self.num_updates += 1
-        self.decoder = self.decoder.with_params(params)
-        self._check(params)
         refresh = self._refresh
         if refresh is not None and self.last and self.num_updates % refresh.config.every == 0:
             self.decoder = refresh.step(self.decoder, self.last)
@@ -341,6 +337,12 @@ class SpeculativeRollout(BaseRollout):
             )
 
     # Requests
+
+    def _num_rows(self, num_requests: int) -> int:
+        """Returns the rows that are decoded at once, a number that the mesh divides."""
+        rows = min(self._slots or num_requests, num_requests)
+        parts = 1 if self._mesh is None else self._mesh.shape[DATA]
+        return -(-rows // parts) * parts
 
     def _encode(self, prompt: str) -> list[int]:
         """Returns the token ids of a prompt, with one begin token if the tokenizer has it."""
@@ -417,8 +419,8 @@ def _our_mesh(mesh: Mesh | None) -> Mesh | None:
             f"the mesh has the axes {', '.join(mesh.axis_names)}; expected at most two, for rows"
             " and for the model"
         )
-    sizes = (*mesh.devices.shape, 1)
-    return make_mesh({DATA: sizes[0], MODEL: sizes[1]}, devices=list(mesh.devices.flat))
+    shape = (*mesh.devices.shape, 1)[:2]
+    return Mesh(mesh.devices.reshape(shape), (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
 
 
 def _loaded(drafter: DrafterLike, policy: LoadedTarget) -> LoadedDrafter | Drafter[Any] | None:

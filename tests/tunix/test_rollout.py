@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -44,7 +47,8 @@ PROVEN = ("Llama 3", "Qwen 3", "Gemma 3")
 
 
 def engine_of(model: Any, **options: Any) -> SpeculativeRollout:
-    return SpeculativeRollout(model, Letters(), **{"num_speculative_tokens": 3, **options})
+    length = {} if options.get("drafter") == "none" else {"num_speculative_tokens": 3}
+    return SpeculativeRollout(model, Letters(), **length, **options)
 
 
 def head(target: LoadedTarget) -> e3.LoadedDrafter:
@@ -353,3 +357,40 @@ def test_a_tokenizer_without_a_needed_token_is_refused(name: str) -> None:
     setattr(tokenizer, f"{name}_id", lambda: None)
     with pytest.raises(ValueError, match=f"the tokenizer has no {name} token; expected one"):
         SpeculativeRollout(policy("Llama 3"), tokenizer)
+
+
+# A mesh
+
+ON_A_MESH = """
+import jax, numpy as np
+import sys
+sys.path[:0] = ["tests/helpers", "."]
+from tunix.rl.rollout.base_rollout import RolloutConfig
+from tunix_models import Letters, policy
+from eagle3_jax.tunix import SpeculativeRollout
+
+devices = np.array(jax.devices()).reshape(2, 2)
+mesh = jax.sharding.Mesh(devices, ("fsdp", "tp"))
+config = RolloutConfig(max_tokens_to_generate=12, max_prompt_length=16, temperature=0.0)
+texts = []
+for where in (None, mesh):
+    engine = SpeculativeRollout(policy("Llama 3"), Letters(), where)
+    texts.append(engine.generate(["hello", "hello", "x"], config).text)
+kernel = engine.decoder.params.target["blocks"][0]["mlp"]["gate_up"]["kernel"]
+assert kernel.sharding.spec == jax.sharding.PartitionSpec(None, "model"), kernel.sharding
+assert texts[0] == texts[1], texts
+try:
+    SpeculativeRollout(policy("Llama 3"), Letters(), jax.sharding.Mesh(devices.reshape(1, 4), ("fsdp", "tp")))
+except ValueError as error:
+    assert "key/value heads" in str(error), error
+else:
+    raise AssertionError("two key heads on four devices")
+"""
+
+
+def test_it_runs_on_tunixs_mesh() -> None:
+    """Rows over its first axis, the model over its second; an odd number of prompts fits too."""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    subprocess.run(
+        [sys.executable, "-c", ON_A_MESH], check=True, env={**os.environ, **flags}, timeout=300
+    )
