@@ -33,6 +33,7 @@ test: $(VENV)/.installed-$(EXTRA)
 # result is tests/nightly/result.json, which is committed.
 nightly: PLATFORMS = cuda:h200 tpu:v6e:1x1
 nightly: $(VENV)/.installed-validation vllm aot-platforms
+	$(MAKE) VENV=.venv-tunix .venv-tunix/.installed-test-tunix
 	$(VENV)/bin/python tests/nightly/run.py $(PARTS)
 
 # The engine for Tunix against Tunix's own, in an environment of its own.
@@ -140,6 +141,10 @@ $(VENV)/.installed-gguf: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/.installed-test-light: pyproject.toml | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --upgrade --upgrade-strategy eager -e '.[test-light]'
+	touch $@
+
+$(VENV)/.installed-test-tunix: pyproject.toml | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -e '.[test-tunix]'
 	touch $@
 
 # PyTorch's own index has smaller builds for machines without a GPU: PIP_FLAGS='-q --extra-index-url ...'.

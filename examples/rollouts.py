@@ -43,6 +43,7 @@ from eagle3_jax.models.layers import BFLOAT16, FLOAT32, cast
 from eagle3_jax.models.quantised import quantised
 from eagle3_jax.prompts.request import Request
 from eagle3_jax.results import Generation
+from eagle3_jax.schedule import StagedLoop
 from eagle3_jax.training.refresh import HeadRefresh, RefreshConfig
 from eagle3_jax.tree import causal_mask
 from eagle3_jax.types import Draft
@@ -59,10 +60,13 @@ PROMPTS = tuple(
 GROUPS = 4
 SAMPLES = 8
 NEW_TOKENS = 48
+LONGEST_PROMPT = 16
 FEWEST_LINES = 3
 
 DRAFT = {"num_speculative_tokens": 3}
 SAMPLED = {**DRAFT, "draft_sampling": e3.DraftSampling.PROBABILISTIC}
+# Draft lengths of a CPU by the number of running rows.
+SCHEDULE = e3.SpeculationSchedule(((1, 2, 3), (3, 4, 2), (5, 32, 1)))
 REFRESH = RefreshConfig(rows=8, length=64, depth=3, learning_rate=3e-4)
 
 
@@ -187,7 +191,8 @@ def with_seeds(requests: Sequence[Request], shift: int) -> list[Request]:
 
 def rollouts(decoder: e3.SpeculativeDecoder, requests: Sequence[Request]) -> list[Generation]:
     """Returns the answers of a policy, in the order of the requests."""
-    capacity = 64 + decoder.loop.drafter.num_nodes
+    longest = max(request.max_new_tokens for request in requests)
+    capacity = LONGEST_PROMPT + longest + decoder.loop.drafter.num_nodes
     answers = dict(
         complete(
             decoder,
@@ -548,6 +553,8 @@ def costs(decoders: dict[str, e3.SpeculativeDecoder], prompts: list[list[int]]) 
     """Returns what ``eagle3 plan`` predicts from: costs of verification and of a draft step."""
     measured = {}
     for name, decoder in decoders.items():
+        if name == "plain" or isinstance(decoder.loop, StagedLoop):
+            continue
         pairs = []
         for _ in range(3):
             plain = step_costs(decoders["plain"], prompts, max_new_tokens=NEW_TOKENS)
@@ -572,25 +579,42 @@ def time_policies(options: argparse.Namespace) -> Iterator[str]:
             "plain": e3.SpeculativeDecoder(policy),
             "refreshed head": drafted.with_params(params, new_head),
             "frozen head": drafted.with_params(params),
-            "refreshed head, K=1": e3.SpeculativeDecoder(
-                target, head, **{**SAMPLED, "num_speculative_tokens": 1}
+            "refreshed head by schedule": e3.SpeculativeDecoder(
+                target, head, schedule=SCHEDULE, draft_sampling=e3.DraftSampling.PROBABILISTIC
             ).with_params(params, new_head),
             "n-grams": e3.SpeculativeDecoder(policy, NGram(), **DRAFT),
             "siblings": e3.SpeculativeDecoder(policy, Siblings(), **DRAFT),
         }
         vanilla = vanilla_sampler(target, params)
+        requests = requests_of(10_000 + step, options.seed)
         for rows in options.rows:
-            requests = requests_of(10_000 + step, options.seed)[:rows]
-            prompts = [target.encode(str(request.prompt)) for request in requests]
+            ways = contenders(decoders, vanilla)
+            prompts = [target.encode(str(request.prompt)) for request in requests[:rows]]
             line = {
                 "step": step,
                 "rows": rows,
-                "ways": timed_in_turn(contenders(decoders, vanilla), requests, options.times),
+                "lengths": "equal",
+                "ways": timed_in_turn(ways, requests[:rows], options.times),
                 "costs": costs(decoders, prompts),
             }
             lines.append(line)
             yield json.dumps(line)
-        line = {"step": step, "drift": drifts(policy, requests_of(10_000 + step, options.seed))}
+
+        # Most answers of a batch are short, and the last ones run alone.
+        mixed = [
+            dataclasses.replace(request, max_new_tokens=max(8, 96 // (1 + number)))
+            for number, request in enumerate(requests)
+        ]
+        line = {
+            "step": step,
+            "rows": len(mixed),
+            "lengths": "mixed",
+            "ways": timed_in_turn(contenders(decoders, None), mixed, options.times),
+            "costs": {},
+        }
+        lines.append(line)
+        yield json.dumps(line)
+        line = {"step": step, "drift": drifts(policy, requests)}
         lines.append(line)
         yield json.dumps(line)
     options.lines = lines

@@ -49,7 +49,7 @@ def seconds() -> str:
             if way == "plain":
                 continue
             ratio = spread(measured["speedup"])
-            where = [str(line["step"]), str(line["rows"]), way]
+            where = [str(line["step"]), f"{line['rows']}, {line['lengths']} lengths", way]
             rows.append([*where, tokens(measured), predicted(line, way), ratio])
     columns = ("policy", "answers at once", "rollouts", "tokens per round", "predicted", "measured")
     return table(columns, rows)
@@ -85,18 +85,10 @@ def drift() -> str:
     rows = []
     for line in record(RECORD)["time"]["lines"]:
         for dtype, values in line.get("drift", {}).items():
-            ratios = (
-                f"{values['ratio_std']:.2g} ({values['ratio_min']:.3f}–{values['ratio_max']:.3f})"
-            )
-            rows.append(
-                [
-                    str(line["step"]),
-                    dtype,
-                    f"{values['mean']:.1e}",
-                    f"{values['largest']:.1e}",
-                    ratios,
-                ]
-            )
+            tokens = [f"{values[name]:.1e}" for name in ("mean", "largest")]
+            bounds = f"{values['ratio_min']:.3f}–{values['ratio_max']:.3f}"
+            ratios = f"{values['ratio_std']:.2g} ({bounds})"
+            rows.append([str(line["step"]), dtype, *tokens, ratios])
     columns = ("policy", "rollouts in", "mean", "largest", "standard deviation of ratios, range")
     return table(columns, rows)
 

@@ -235,7 +235,7 @@ def _mixer(config: Any, theta: float, **features: Any) -> GroupedQuery:
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        rope=RopeConfig(theta=float(theta)),
+        rope=RopeConfig(theta=theta),
         **features,
     )
 
@@ -245,7 +245,7 @@ def _llama3(config: Any) -> DecoderConfig:
 
 
 def _qwen2(config: Any) -> DecoderConfig:
-    mixer = _mixer(config, config.rope_theta, qkv_bias=True)
+    mixer = _mixer(config, float(config.rope_theta), qkv_bias=True)
     return _by_layers(config, mixer, tied=config.use_tied_embedding)
 
 

@@ -410,17 +410,17 @@ def _our_mesh(mesh: Mesh | None) -> Mesh | None:
     """Returns a mesh of the same devices in the same order; ``None`` for one device.
 
     Raises:
-        ValueError: Tunix's mesh has more than two axes.
+        ValueError: Tunix's mesh divides more than rows and the model.
     """
     if mesh is None or mesh.size == 1:
         return None
-    if len(mesh.axis_names) > 2:
+    sizes = (*mesh.devices.shape, 1)
+    if any(size > 1 for size in sizes[2:]):
         raise ValueError(
-            f"the mesh has the axes {', '.join(mesh.axis_names)}; expected at most two, for rows"
-            " and for the model"
+            f"the mesh has the axes {', '.join(mesh.axis_names)} of {mesh.devices.shape}; expected"
+            " at most two above 1, the first for rows and the second for the model"
         )
-    shape = (*mesh.devices.shape, 1)[:2]
-    return Mesh(mesh.devices.reshape(shape), (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
+    return Mesh(mesh.devices.reshape(sizes[:2]), (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
 
 
 def _loaded(drafter: DrafterLike, policy: LoadedTarget) -> LoadedDrafter | Drafter[Any] | None:

@@ -37,7 +37,10 @@ PARTS = {
     ),
     "bugs-and-laws": "tests/nightly/test_mutants.py tests/nightly/test_long_distribution.py",
     "fuzzing": "tests/conversion/test_fuzz_files.py tests/nightly/test_fuzz_configs.py",
+    "tunix": "tests/tunix",
 }
+# Of parts in an environment of their own.
+PYTHONS = {"tunix": str(ROOT / ".venv-tunix" / "bin" / "python")}
 
 
 def run(name: str) -> bool:
@@ -57,7 +60,8 @@ def run(name: str) -> bool:
     counts = BUILD / f"{name}.xml"
     started = time.monotonic()
     counts.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", *PARTS[name].split(), f"--junitxml={counts}"]
+    python = PYTHONS.get(name, sys.executable)
+    command = [python, "-m", "pytest", *PARTS[name].split(), f"--junitxml={counts}"]
     with (BUILD / f"{name}.log").open("w", encoding="utf-8") as log:
         environ = os.environ | {"FUZZ_EXAMPLES": "1000"}
         done = subprocess.run(command, cwd=ROOT, env=environ, stdout=log, stderr=log, check=False)
