@@ -129,10 +129,10 @@ STEPS = 12
 rewards, pace, trained = learn(drafted, STEPS)
 rewards_plain, pace_plain, _ = learn(plain, STEPS)
 
-figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.2))
+figure, (reward_axes, pace_axes) = plt.subplots(1, 2, figsize=(8.4, 3.2))
 for axes, curves, label in (
-    (left, (rewards_plain, rewards), "reward"),
-    (right, (pace_plain, pace), "tokens per round"),
+    (reward_axes, (rewards_plain, rewards), "reward"),
+    (pace_axes, (pace_plain, pace), "tokens per round"),
 ):
     for curve, name in zip(curves, ("plain rollouts", "drafted rollouts"), strict=True):
         axes.plot(curve, label=name)

@@ -25,18 +25,18 @@ def acceptance_and_reward(runs: Runs) -> Figure:
         runs: The lines of each run by its name, ``drafted-SEED`` or ``plain-SEED``, as
             ``examples/rollouts.py`` records them.
     """
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.6))
+    figure, (pace_axes, reward_axes) = plt.subplots(1, 2, figsize=(9.6, 3.6))
     drafted = lines_of(runs, "drafted")
     for drafter, colour in zip(DRAFTERS, style.SERIES, strict=False):
-        draw(left, [curve(lines, drafter) for lines in drafted], drafter, colour)
-    left.set(xlabel="step of the policy", ylabel="tokens per round", ylim=(1, None))
-    left.legend()
+        draw(pace_axes, [curve(lines, drafter) for lines in drafted], drafter, colour)
+    pace_axes.set(xlabel="step of the policy", ylabel="tokens per round", ylim=(1, None))
+    pace_axes.legend()
 
     for kind, colour in zip(("plain", "drafted"), style.SERIES, strict=False):
         rewards = [curve(lines, None) for lines in lines_of(runs, kind)]
-        draw(right, rewards, f"{kind} rollouts", colour)
-    right.set(xlabel="step of the policy", ylabel="reward", ylim=(0, 1))
-    right.legend()
+        draw(reward_axes, rewards, f"{kind} rollouts", colour)
+    reward_axes.set(xlabel="step of the policy", ylabel="reward", ylim=(0, 1))
+    reward_axes.legend()
     return figure
 
 
