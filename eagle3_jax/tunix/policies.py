@@ -85,7 +85,7 @@ def _output(name: str, mixer: GroupedQuery) -> Rule:
     )
 
 
-def _fuse(queries: Array, keys: Array, values: Array, group: int) -> Array:
+def _fuse(queries: Array, keys: Array, values: Array, *, group: int) -> Array:
     """Joins ``[... N H]``, ``[... C H]`` and ``[... C H]`` to columns ``[C, group + 2, H]``."""
     *rows, num_kv_heads, size = keys.shape
     by_key_head = queries.reshape(*rows, num_kv_heads, group, size)
@@ -108,7 +108,7 @@ def _by_inputs(mixer: GroupedQuery) -> list[Rule]:
         Rule(
             "attention.qkv.kernel",
             tuple(Tensor(f"attn.{part}_proj.w") for part in "qkv"),
-            lambda *parts: _fuse(*parts, mixer.group),
+            lambda *parts: _fuse(*parts, group=mixer.group),
             lambda fused: _unfuse(fused, mixer),
         ),
         _output("attn.o_proj.w", mixer),
@@ -118,7 +118,9 @@ def _by_inputs(mixer: GroupedQuery) -> list[Rule]:
             Rule(
                 "attention.qkv.bias",
                 tuple(Tensor(f"attn.{part}_bias") for part in "qkv"),
-                lambda *parts: _fuse(*(part.reshape(-1, size) for part in parts), mixer.group),
+                lambda *parts: _fuse(
+                    *(part.reshape(-1, size) for part in parts), group=mixer.group
+                ),
                 lambda fused: [part.reshape(-1) for part in _unfuse(fused, mixer)],
             )
         )
@@ -144,7 +146,7 @@ def _by_heads(mixer: GroupedQuery) -> list[Rule]:
         rule = Rule(
             "attention.qkv.kernel",
             tensors,
-            lambda qkv: _fuse(*(inputs_first(part) for part in qkv), mixer.group),
+            lambda qkv: _fuse(*(inputs_first(part) for part in qkv), group=mixer.group),
             lambda fused: (jnp.stack([heads_first(part) for part in _unfuse(fused, mixer)]),),
         )
     else:
@@ -157,7 +159,7 @@ def _by_heads(mixer: GroupedQuery) -> list[Rule]:
         rule = Rule(
             "attention.qkv.kernel",
             tensors,
-            lambda q, kv: _fuse(*(inputs_first(part) for part in (q, *kv)), mixer.group),
+            lambda q, kv: _fuse(*(inputs_first(part) for part in (q, *kv)), group=mixer.group),
             split,
         )
 
