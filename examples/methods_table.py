@@ -9,7 +9,7 @@ took an hour of one core, and their speeds half an hour::
     python examples/corpus.py corpus --docs cpython/Doc
     eagle3 train data eagle3_jax/assets/target data corpus/train.jsonl --rewrite --length 256 \\
         --most 1024 --greedy-share 0.6 --temperature 0.8 --held-out 0.05
-    python examples/methods_table.py data work --output methods-shipped-pair.json
+    python examples/methods_table.py data
 
 The record is written after every row, and the same command continues an interrupted run.
 ``--tokens 5000 --passes 1 --max-prompts 1`` tries it.
@@ -30,11 +30,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from experiments import figures, num_parameters
+from experiments import figures
 from text_curve import features_of, first_texts
 
 import eagle3_jax as e3
 from eagle3_jax.bench.contenders import DecoderContender
+from eagle3_jax.bench.results import Report
 from eagle3_jax.bench.run import measure
 from eagle3_jax.cli.train.files import read_texts, write_draft_model, write_head
 from eagle3_jax.devices.compilation import keep_compiled_programs
@@ -60,7 +61,7 @@ DEPTHS = collections.defaultdict(lambda: DEPTH, eagle1=1)
 LAYERS = dict.fromkeys(("p-eagle", "dflash", "dflash2", "dspark", "jetspec"), 2)
 HELD_OUT_TEXTS = 48  # that choose between learning rates
 TRAINING = ("tokens", "passes", "batch", "learning_rates", "dtype")  # options of the heads
-SPEEDS = ("chains", "dtype", "max_prompts", "max_new_tokens", "repeats")
+SPEEDS = ("chains", "dtype", "weights", "max_prompts", "max_new_tokens", "repeats")
 
 
 def parsed() -> argparse.Namespace:
@@ -69,8 +70,12 @@ def parsed() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("data", type=Path, help="directory that `eagle3 train data` wrote")
-    add("work", type=Path, help="directory for features, checkpoints and heads")
-    add("--output", type=Path, required=True, help="JSON file for the record")
+    add(
+        "--output",
+        type=Path,
+        default=Path("methods"),
+        help="directory of methods.json, and of features, checkpoints and heads",
+    )
     add("--methods", nargs="+", choices=RECIPES, default=list(RECIPES))
     add("--tokens", type=int, default=70_000, help="answer tokens that the heads learn from")
     add("--passes", type=int, default=1, help="passes over the text")
@@ -78,6 +83,7 @@ def parsed() -> argparse.Namespace:
     add("--learning-rates", type=float, nargs="+", default=[4e-3, 1e-2])
     add("--chains", type=int, nargs="+", default=[3, 5], help="lengths of the drafts")
     add("--dtype", default="float32", help="precision of target and heads")
+    add("--weights", default="int8", help="weights of target and heads while they decode")
     add("--max-prompts", type=int, default=63, help="prompts that are decoded")
     add("--max-new-tokens", type=int, default=32, help="new tokens of each prompt")
     add("--repeats", type=int, default=3, help="of every speed, in turns")
@@ -92,24 +98,28 @@ def main() -> None:
     target = e3.load_target(dtype=options.dtype)
     texts, held_out = read_texts(options.data)
     study = Study(target, first_texts(texts, options.tokens), held_out, options)
-    record = study.record()
+    path = options.output / "methods.json"
+    record = study.record(path)
+    write_record(path, record)
 
     trained = {(row["method"], row["learning_rate"]) for row in record["trained"]}
     for method, rate in itertools.product(options.methods, options.learning_rates):
         if (method, rate) not in trained:
             record["trained"].append(study.train(method, rate))
             print(record["trained"][-1], flush=True)
-            write_record(options.output, record)
+            write_record(path, record)
             jax.clear_caches()  # the programs of all methods are more than a process may map
 
     if options.train_only:
         return
     speeds = study.speeds(record)
+    if "plain" not in speeds:
+        speeds["plain"] = study.plain()
     measured = {row["method"] for row in speeds["rows"]}
     for method in options.methods:
         if method not in measured:
             speeds["rows"] += study.measure(method, best(record, method))
-            write_record(options.output, record)
+            write_record(path, record)
             jax.clear_caches()
 
 
@@ -128,7 +138,7 @@ class Study:
     held_out: Texts
     options: argparse.Namespace
 
-    def record(self) -> dict[str, Any]:
+    def record(self, path: Path) -> dict[str, Any]:
         """Reads what an earlier run of the same texts and options wrote; else a new record."""
         conditions = {
             "texts": {
@@ -139,7 +149,7 @@ class Study:
             },
             "options": {name: getattr(self.options, name) for name in TRAINING},
         }
-        earlier = read_record(self.options.output, conditions)
+        earlier = read_record(path, conditions)
         return earlier or {"about": environment(), **conditions, "trained": []}
 
     def speeds(self, record: dict[str, Any]) -> dict[str, Any]:
@@ -203,21 +213,19 @@ class Study:
             return recipe.loss(drafter, model, params, frozen, batch, head)
 
         name = f"{method}-{rate:g}"
-        trainer = Trainer(loss, optimizer, self.options.work / "checkpoints" / name)
+        trainer = Trainer(loss, optimizer, self.options.output / "checkpoints" / name)
         start = recipe.start(drafter, self.target, vocabulary, jax.random.key(0))
         state = trainer.start(start)
         seconds = []
-        losses = []
         begin = time.process_time()
         for latest, metrics in trainer.run(state, lambda step: (batch_at(step), frozen), num_steps):
             state = latest
-            losses.append(metrics["loss"])
             seconds.append(time.process_time() - begin)
             if len(seconds) % 20 == 0:
                 print(f"{name}: step {int(state.step)} of {num_steps}, {metrics}", flush=True)
             begin = time.process_time()
 
-        out = self.options.work / "heads" / name
+        out = self.options.output / "heads" / name
         if isinstance(config, DecoderConfig):
             write_draft_model(out, bundled("target"), config, state.params, dtype="bfloat16")
         else:
@@ -231,8 +239,8 @@ class Study:
             "learning_rate": rate,
             "depth": head.depth,
             "steps": num_steps,
-            "seconds": statistics.median(seconds) * num_steps,
-            "last_loss": statistics.fmean(losses[-10:]),
+            # None if the run was interrupted after its last step.
+            "seconds": statistics.median(seconds) * num_steps if seconds else None,
             "trained_parameters": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
             "vocabulary_coverage": None if vocabulary is None else coverage(counts, vocabulary),
             "held_out_tau": evaluation.by_decoding(state.params, HELD_OUT_TEXTS),
@@ -241,42 +249,61 @@ class Study:
     def _features(self, layers: tuple[int, ...]) -> Features:
         """Returns the target's features of some layers, computed once for all methods."""
         name = f"{self.options.tokens}-{'-'.join(map(str, layers))}"
-        return features_of(self.target, self.texts, layers, self.options.work / "features" / name)
+        return features_of(self.target, self.texts, layers, self.options.output / "features" / name)
+
+    def plain(self) -> dict[str, Any]:
+        """Compares plain decoding with dense weights to that with the weights of the speeds."""
+        dense = e3.load_target(dtype=self.options.dtype)
+        report = self._report(self._plain(), self._contender("dense", dense))
+        return {
+            "tokens_per_second": vars(report.rows[0].decode_tokens_per_second),
+            "dense": vars(report.rows[1].ratio),
+        }
 
     def measure(self, method: str, run: dict[str, Any]) -> list[dict[str, Any]]:
         """Decodes the prompts with drafts of a head and without, in turns."""
-        name = f"{method}-{run['learning_rate']:g}"
-        drafter = e3.load_drafter(self.options.work / "heads" / name, target=self.target)
-        plain = e3.SpeculativeDecoder(self.target, stop_tokens=())
-        contenders = [DecoderContender("plain", self.options.dtype, plain)]
-        for length in self.options.chains:
-            decoder = e3.SpeculativeDecoder(
-                self.target, drafter, stop_tokens=(), num_speculative_tokens=length
-            )
-            contenders.append(DecoderContender(f"K={length}", self.options.dtype, decoder))
+        plain = self._plain()
+        target = plain.decoder.target
+        head = self.options.output / "heads" / f"{method}-{run['learning_rate']:g}"
+        drafter = e3.load_drafter(head, target=target)
+        drafts = [
+            self._contender(f"K={length}", target, drafter, num_speculative_tokens=length)
+            for length in self.options.chains
+        ]
+        report = self._report(plain, *drafts)
+        return [
+            {
+                "method": method,
+                "draft": row.name,
+                "acceptance": vars(row.acceptance),
+                "programs_after_warm_up": report.programs_after_warm_up,
+                **figures(row),
+            }
+            for row in report.rows[1:]
+        ]
 
+    def _plain(self) -> DecoderContender:
+        options = self.options
+        target = e3.load_target(dtype=options.dtype, weights=options.weights)
+        return self._contender("plain", target)
+
+    def _contender(self, name: str, *arguments: Any, **draft: int) -> DecoderContender:
+        decoder = e3.SpeculativeDecoder(*arguments, stop_tokens=(), **draft)
+        return DecoderContender(name, self.options.dtype, decoder)
+
+    def _report(self, *contenders: DecoderContender) -> Report:
+        """Lets contenders take turns on the prompts; the first is the one to compare with."""
         prompts = self.prompts()
-        report = measure(
+        return measure(
             contenders,
             [prompt.tokens for prompt in prompts],
             tasks=[prompt.category for prompt in prompts],
             max_new_tokens=self.options.max_new_tokens,
             repeats=self.options.repeats,
-            baselines=["plain"],
+            baselines=[contenders[0].name],
             streams=0,
-            on_result=lambda result: print(f"{name}, {result}", flush=True),
+            on_result=lambda result: print(result, flush=True),
         )
-        parameters = num_parameters(drafter, self.target)
-        rows = []
-        for row in report.rows[1:]:
-            assert row.acceptance is not None
-            rows.append(
-                {"method": method, "draft": row.name, "parameters": parameters, **figures(row)}
-            )
-            rows[-1]["mean_acceptance_length"] = row.acceptance.mean_acceptance_length
-            rows[-1]["acceptance_per_position"] = row.acceptance.per_position
-            rows[-1]["programs_after_warm_up"] = report.programs_after_warm_up
-        return rows
 
 
 if __name__ == "__main__":
