@@ -1,10 +1,10 @@
-"""Draft methods at equal text: every head learns from the same texts, then drafts on the CPU.
+"""Draft methods at equal text: every head learns from the same texts, then drafts for it.
 
 All heads make the same number of passes over the same answers of the shipped target, with one
 optimizer, whose learning rate rises and then falls to zero along a cosine. Each method learns with
 every learning rate of ``--learning-rates``; the head with more tokens a round on held-out texts is
 kept. It then takes turns with plain decoding on the prompts of the package. The heads of the table
-took an hour of one core, and their speeds half an hour::
+took 36 minutes of one core in their steps, and about an hour with compilation::
 
     python examples/corpus.py corpus --docs cpython/Doc
     eagle3 train data eagle3_jax/assets/target data corpus/train.jsonl --rewrite --length 256 \\
@@ -35,13 +35,14 @@ from text_curve import features_of, first_texts
 
 import eagle3_jax as e3
 from eagle3_jax.bench.contenders import DecoderContender
-from eagle3_jax.bench.results import Report
-from eagle3_jax.bench.run import measure
+from eagle3_jax.bench.results import Measured, Row, row_of
+from eagle3_jax.bench.step_costs import StepCosts, step_costs
 from eagle3_jax.cli.train.files import read_texts, write_draft_model, write_head
 from eagle3_jax.devices.compilation import keep_compiled_programs
 from eagle3_jax.files.sources import bundled
 from eagle3_jax.measure.environment import environment, sha256_of_prompts
 from eagle3_jax.measure.records import read_record, write_record
+from eagle3_jax.measure.timing import CompileClock
 from eagle3_jax.models.config import DecoderConfig
 from eagle3_jax.prompts.benchmark import Prompt, in_turn, read_prompts
 from eagle3_jax.training.batches import text_batches
@@ -60,6 +61,7 @@ DEPTHS = collections.defaultdict(lambda: DEPTH, eagle1=1)
 # times as deep.
 LAYERS = dict.fromkeys(("p-eagle", "dflash", "dflash2", "dspark", "jetspec"), 2)
 HELD_OUT_TEXTS = 48  # that choose between learning rates
+COSTS_EVERY = 9  # prompts between two timings of the parts of a round
 TRAINING = ("tokens", "passes", "batch", "learning_rates", "dtype")  # options of the heads
 SPEEDS = ("chains", "dtype", "weights", "max_prompts", "max_new_tokens", "repeats")
 
@@ -254,10 +256,10 @@ class Study:
     def plain(self) -> dict[str, Any]:
         """Compares plain decoding with dense weights to that with the weights of the speeds."""
         dense = e3.load_target(dtype=self.options.dtype)
-        report = self._report(self._plain(), self._contender("dense", dense))
+        rows, _ = self._rows([self._plain(), self._contender("dense", dense)])
         return {
-            "tokens_per_second": vars(report.rows[0].decode_tokens_per_second),
-            "dense": vars(report.rows[1].ratio),
+            "tokens_per_second": vars(rows[0].decode_tokens_per_second),
+            "dense": vars(rows[1].ratio),
         }
 
     def measure(self, method: str, run: dict[str, Any]) -> list[dict[str, Any]]:
@@ -270,16 +272,16 @@ class Study:
             self._contender(f"K={length}", target, drafter, num_speculative_tokens=length)
             for length in self.options.chains
         ]
-        report = self._report(plain, *drafts)
+        rows, programs = self._rows([plain, *drafts])
         return [
             {
                 "method": method,
                 "draft": row.name,
                 "acceptance": vars(row.acceptance),
-                "programs_after_warm_up": report.programs_after_warm_up,
+                "programs_after_warm_up": programs,
                 **figures(row),
             }
-            for row in report.rows[1:]
+            for row in rows[1:]
         ]
 
     def _plain(self) -> DecoderContender:
@@ -291,19 +293,50 @@ class Study:
         decoder = e3.SpeculativeDecoder(*arguments, stop_tokens=(), **draft)
         return DecoderContender(name, self.options.dtype, decoder)
 
-    def _report(self, *contenders: DecoderContender) -> Report:
-        """Lets contenders take turns on the prompts; the first is the one to compare with."""
+    def _rows(self, contenders: list[DecoderContender]) -> tuple[list[Row], int]:
+        """Lets contenders take turns on every prompt; the others are compared with the first.
+
+        A turn takes less than a second, so that another program slows all contenders alike.
+
+        Returns:
+            A row for each contender, and the programs that were compiled after the warm-up.
+        """
         prompts = self.prompts()
-        return measure(
-            contenders,
-            [prompt.tokens for prompt in prompts],
-            tasks=[prompt.category for prompt in prompts],
-            max_new_tokens=self.options.max_new_tokens,
-            repeats=self.options.repeats,
-            baselines=[contenders[0].name],
-            streams=0,
-            on_result=lambda result: print(result, flush=True),
-        )
+        by_length = sorted((prompt.tokens for prompt in prompts), key=len)
+        for contender in contenders:
+            # Shorter and longer prompts have programs of their own.
+            for tokens in (by_length[0], by_length[-1]):
+                contender.run([tokens], self.options.max_new_tokens)
+            self._costs(contender, by_length[0])
+
+        results = [Measured(contender, 0.0) for contender in contenders]
+        with CompileClock() as clock:
+            for _ in range(self.options.repeats):
+                for measured in results:
+                    measured.runs.append([])
+                for number, prompt in enumerate(prompts):
+                    for measured, contender in zip(results, contenders, strict=True):
+                        run = contender.run([prompt.tokens], self.options.max_new_tokens)
+                        measured.runs[-1].append(run)
+                        if number % COSTS_EVERY == 0:
+                            measured.costs.append(self._costs(contender, by_length[0]))
+
+        rows = [
+            row_of(
+                measured,
+                results[0],
+                same_precision=results[0],
+                tasks=[[prompt.category] for prompt in prompts],
+                most_bytes_per_second=0.0,
+                target=None,
+            )
+            for measured in results
+        ]
+        return rows, clock.programs
+
+    def _costs(self, contender: DecoderContender, tokens: list[int]) -> StepCosts:
+        limit = self.options.max_new_tokens
+        return step_costs(contender.decoder, [tokens], max_new_tokens=limit)
 
 
 if __name__ == "__main__":
