@@ -10,6 +10,7 @@ import json
 
 import certificates
 import chat_model
+import equal_text
 import expected
 import gpu
 import host
@@ -42,7 +43,11 @@ def tables() -> dict[str, dict[str, str]]:
             "host": host.memory_and_seconds(),
             "host run": host.measured_on(),
         },
-        "docs/choosing.md": {"draft lengths": speeds.LENGTHS.draft_lengths()},
+        "docs/choosing.md": {
+            "draft lengths": speeds.LENGTHS.draft_lengths(),
+            "equal text": equal_text.acceptance(),
+            "equal text, speeds": equal_text.speeds(),
+        },
         "docs/expectations.md": {"bound": expected.bound(), "compiled": expected.compiled()},
         "docs/gpu.md": {
             "rounds": gpu.rounds(),

@@ -10,6 +10,7 @@ from typing import Any
 
 import certificates
 import chat_model
+import equal_text
 import gpu
 import methods
 import printed
@@ -19,6 +20,7 @@ import validated
 import write_tables
 from page_tables import record
 
+from eagle3_jax.training.methods import RECIPES
 from validation.runs import load
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -251,6 +253,40 @@ def test_choosing_quotes_its_records() -> None:
         f"`ngram` reaches {of_task['humaneval']:.2f} times",
         f"on those of MT-bench {of_task['mt_bench']:.2f}",
         f"{shares[0]} accept the first token, {shares[2]} the third and {shares[4]} the fifth",
+    )
+
+
+def test_choosing_quotes_the_methods_at_equal_text() -> None:
+    texts = equal_text.RECORD["texts"]
+    speeds_of = equal_text.RECORD["speeds"]
+    trained = equal_text.RECORD["trained"]
+    (steps,) = {run["steps"] for run in trained}
+    low, high = sorted({run["learning_rate"] for run in trained})
+    assert {equal_text.runs(method)[0]["learning_rate"] for method in RECIPES} == {high}
+
+    rows = speeds_of["rows"]
+    prompts = speeds_of["prompts"]
+    assert {row["same_texts"] for row in rows} == {prompts["code"] + prompts["prose"]}
+    drafts = equal_text.drafts()
+    as_fast = [(row["method"], row["draft"]) for row in rows if row["ratio"]["median"] > 0.95]
+    assert as_fast == [("mtp", "K=3")]
+    verify = methods.verify_costs(speeds_of)["K=5"].median
+    assert [method for method in drafts if equal_text.tau(drafts[method][-1]) > verify] == ["mtp"]
+    eagle3 = [
+        f"{drafts['eagle3'][-1]['tasks'][kind]['mean_acceptance_length']:.2f}"
+        for kind in ("code", "prose")
+    ]
+    shipped = [
+        f"{acceptance('chain K=5', kind)['mean_acceptance_length']:.2f}"
+        for kind in ("code", "prose")
+    ]
+    check_quoted(
+        "docs/choosing.md",
+        f"{texts['texts']} texts with {texts['supervised_tokens']:,} tokens to learn",
+        f"one pass of {steps} steps",
+        f"the rates {low:g} and {high:g}",
+        f"has τ {' and '.join(shipped)} on code and prose with K=5, this one"
+        f" {' and '.join(eagle3)}",
     )
 
 
