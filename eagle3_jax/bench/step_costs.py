@@ -234,7 +234,8 @@ def _draft_rounds(
             # Different features every time, or XLA would fuse them only once.
             features=jnp.roll(features, index, axis=1),
             length=jnp.ones_like(state.length),
-            next_token=tokens[:, -1],
+            # A function of every node, or XLA would leave out heads of the others.
+            next_token=draft.tokens.max(axis=1),
         )
         proposed = drafter_state if draft.state is None else draft.state
         return drafter.observe(params.drafter, proposed, seen)

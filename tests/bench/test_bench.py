@@ -19,7 +19,13 @@ from eagle3_jax.bench.results import Report
 from eagle3_jax.bench.roofline import least_bytes_per_second, step_bytes
 from eagle3_jax.bench.rounds import timed_rounds
 from eagle3_jax.bench.run import measure
-from eagle3_jax.bench.step_costs import _target_rounds, step_costs, target_seconds
+from eagle3_jax.bench.step_costs import (
+    _draft_rounds,
+    _first_output,
+    _target_rounds,
+    step_costs,
+    target_seconds,
+)
 from eagle3_jax.drafters import NGram
 from eagle3_jax.measure.timing import (
     CompileClock,
@@ -30,6 +36,7 @@ from eagle3_jax.measure.timing import (
     ratio_of_sums,
 )
 from eagle3_jax.models.decoder import DecoderTarget
+from eagle3_jax.topology import Chain
 
 
 @dataclasses.dataclass
@@ -271,6 +278,21 @@ def test_costs_are_measured_for_every_shape(target, decoder):
         ).draft_seconds
         > 0
     )
+
+
+def test_every_head_of_a_draft_is_timed(target):
+    """The compiler leaves out what has no effect: heads whose tokens nothing reads."""
+    heads = tiny.medusa(target, Chain(3), shared_output=False)
+    decoder = SpeculativeDecoder(target, heads, stop_tokens=())
+    state = decoder.prefill([[1, 2, 3]], max_new_tokens=8)
+    features = _first_output(decoder, [[1, 2, 3]], 4).features
+
+    # Lowering has shapes in place of arrays.
+    with tiny.unchecked():
+        program = _draft_rounds.lower(decoder.loop, decoder.params, state, features, rounds=2)
+        products = program.compile().as_text().count(" dot(")
+    # A residual block and an output matrix for each of three heads.
+    assert products == 2 * 3
 
 
 def test_rounds_are_counted_as_the_decoder_counts_them(plain, decoder):

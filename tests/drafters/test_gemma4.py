@@ -119,7 +119,8 @@ def test_logits_are_those_of_transformers(name: str) -> None:
 
     # What is declared for the first token does not depend on the sample.
     expected = special.softmax(recorded[f"{index}_0"][0].astype(np.float64))
-    np.testing.assert_allclose(np.asarray(probs())[0, 1], expected, atol=1e-5)
+    # Processors round logits apart by 1e-4. Without the extra key a probability is 0.1 away.
+    np.testing.assert_allclose(np.asarray(probs())[0, 1], expected, rtol=3e-4)
 
 
 def decoders() -> dict[str, Callable[[], e3.SpeculativeDecoder]]:
