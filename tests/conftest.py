@@ -75,7 +75,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked `torch` where it is missing, and mark the tests of slow.txt.
 
-    Of a test with several cases the first is not slow.
+    Of a test with several cases the first is not slow, unless slow.txt names the cases.
     """
     if importlib.util.find_spec("torch") is None:
         for item in items:
@@ -88,7 +88,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     seen: set[str] = set()
 
     for item, test in zip(items, tests, strict=True):
-        if test in SLOW and (test in seen or cases[test] == 1):
+        case = f"{item.path.stem}::{item.name}"
+        if case in SLOW or test in SLOW and (test in seen or cases[test] == 1):
             item.add_marker("slow")
         seen.add(test)
 
