@@ -94,7 +94,7 @@ def drift() -> str:
 
 
 def measured_on() -> str:
-    """What the record is of."""
+    """What the record is of, and what a step of the head costs."""
     parts = record(RECORD)
     facts = parts["train"]["environment"]
     seeds = sum(name.startswith("drafted-") for name in parts["train"]["runs"])
@@ -102,8 +102,26 @@ def measured_on() -> str:
     answers = parts["train"]["groups"] * parts["train"]["samples"]
     return (
         f"{version(facts)}, {cores(facts)}. {steps} steps, {seeds} seeds, {answers} answers of"
-        f" {parts['train']['new_tokens']} tokens a step, temperature 1."
+        f" {parts['train']['new_tokens']} tokens a step, temperature 1. A step of the head's"
+        f" objective took as long as {refresh_steps(parts['train']):.0f} plain steps of {answers}"
+        " rows."
     )
+
+
+def refresh_steps(parts: Mapping[str, Any]) -> float:
+    """Returns the cost of a step of the head's objective, in plain steps of the whole batch."""
+
+    def median(kind: str, name: str) -> float:
+        return statistics.median(
+            line[name]
+            for run, lines in parts["runs"].items()
+            if run.startswith(kind)
+            for line in lines
+        )
+
+    # A batch of plain rollouts is a prefill and a step for each other token.
+    plain_step = median("plain-", "seconds") / parts["new_tokens"]
+    return median("drafted-", "refresh_seconds") / plain_step
 
 
 def mean(values: Iterable[float]) -> float:
