@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -42,17 +43,28 @@ def acceptance() -> str:
 
 
 def seconds() -> str:
-    """The speed of rollouts against plain ones, measured and predicted."""
+    """The speed of rollouts against plain ones, for every policy and batch."""
+    batches = by_batch(timed())
+    ways = [way for way in timed()[0]["ways"] if way != "plain"]
     rows = []
-    for line in timed():
-        for way, measured in line["ways"].items():
-            if way == "plain":
-                continue
-            ratio = spread(measured["speedup"])
-            where = [str(line["step"]), f"{line['rows']}, {line['lengths']} lengths", way]
-            rows.append([*where, tokens(measured), predicted(line, way), ratio])
-    columns = ("policy", "answers at once", "rollouts", "tokens per round", "predicted", "measured")
-    return table(columns, rows)
+    for step, way in itertools.product(policies(), ways):
+        lines = [lines[step] for lines in batches.values()]
+        cells = [
+            spread(line["ways"][way]["speedup"]) if way in line["ways"] else "" for line in lines
+        ]
+        rows.append([str(step), way, *cells])
+    return table(["policy", "rollouts", *batches], rows)
+
+
+def predictions() -> str:
+    """The speed that ``eagle3 plan speedup`` computes from the costs of a round."""
+    batches = by_batch(line for line in timed() if line["costs"])
+    ways = next(iter(timed()))["costs"]
+    rows = []
+    for step, way in itertools.product(policies(), ways):
+        cells = [predicted(lines[step], way) for lines in batches.values()]
+        rows.append([str(step), way, *cells])
+    return table(["policy", "rollouts", *batches], rows)
 
 
 def timed() -> list[dict[str, Any]]:
@@ -60,24 +72,27 @@ def timed() -> list[dict[str, Any]]:
     return [line for line in record(RECORD)["time"]["lines"] if "ways" in line]
 
 
-def tokens(measured: Mapping[str, Any]) -> str:
-    """Returns the tokens per round of a way; empty for one without rounds."""
-    value = measured["tokens_per_round"]
-    return "" if value is None else f"{value:.2f}"
+def policies() -> list[int]:
+    """Returns the steps whose policies were timed."""
+    return sorted({line["step"] for line in timed()})
+
+
+def by_batch(lines: Iterable[dict[str, Any]]) -> dict[str, dict[int, dict[str, Any]]]:
+    """Returns the lines of each batch, by the step of the policy."""
+    batches: dict[str, dict[int, dict[str, Any]]] = {}
+    for line in lines:
+        answers = f"{line['rows']} answers" if line["rows"] > 1 else "1 answer"
+        name = f"{answers}, mixed" if line["lengths"] == "mixed" else answers
+        batches.setdefault(name, {})[line["step"]] = line
+    return batches
 
 
 def predicted(line: Mapping[str, Any], way: str) -> str:
-    """Returns ``S`` by the measured costs, as ``eagle3 plan speedup`` computes it."""
-    if way not in line["costs"]:
-        return ""
+    """Returns ``τ / (v + K·c)`` in numbers."""
     cost = line["costs"][way]
-    ratio = speedup(
-        line["ways"][way]["tokens_per_round"],
-        num_draft_tokens=cost["K"],
-        verify_cost=cost["v"],
-        draft_cost=cost["c"],
-    )
-    return f"{ratio:.2f}"
+    tokens = line["ways"][way]["tokens_per_round"]
+    ratio = speedup(tokens, num_draft_tokens=cost["K"], verify_cost=cost["v"], draft_cost=cost["c"])
+    return f"{tokens:.2f} / ({cost['v']:.2f} + {cost['K'] * cost['c']:.2f}) = {ratio:.2f}"
 
 
 def drift() -> str:

@@ -81,6 +81,7 @@ def tables() -> dict[str, dict[str, str]]:
             "acceptance": policy_runs.acceptance(),
             "run": policy_runs.measured_on(),
             "seconds": policy_runs.seconds(),
+            "predictions": policy_runs.predictions(),
             "drift": policy_runs.drift(),
         },
         "docs/requests.md": {"cost": options.cost(of_options)},
