@@ -7,7 +7,9 @@ import importlib.util
 import jax
 import pytest
 
-collect_ignore_glob = [] if importlib.util.find_spec("tunix") else ["test_*.py"]
+# Where Tunix is not installed, this folder is found in its place: a package without a file.
+INSTALLED = importlib.util.find_spec("tunix")
+collect_ignore_glob = [] if INSTALLED and INSTALLED.origin else ["test_*.py"]
 
 
 @pytest.fixture(autouse=True)
