@@ -89,7 +89,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     for item, test in zip(items, tests, strict=True):
         case = f"{item.path.stem}::{item.name}"
-        if case in SLOW or test in SLOW and (test in seen or cases[test] == 1):
+        if case in SLOW or (test in SLOW and (test in seen or cases[test] == 1)):
             item.add_marker("slow")
         seen.add(test)
 

@@ -29,8 +29,8 @@ for module in pkgutil.walk_packages(eagle3_jax.__path__, "eagle3_jax."):
         continue
     try:
         importlib.import_module(module.name)
-    except ModuleNotFoundError as error:  # `eagle3 serve` needs its extra
-        assert error.name in ("starlette", "uvicorn", "prometheus_client"), module.name
+    except ModuleNotFoundError as error:  # `eagle3 serve` and rollouts need their extras
+        assert error.name in ("starlette", "uvicorn", "prometheus_client", "tunix"), module.name
 assert "site-packages" in eagle3_jax.__file__
 assert "eagle3_jax.conversion.targets" in __import__("sys").modules
 """
