@@ -54,7 +54,7 @@ def complete(
         The number of a request and its result, in the order in which they end.
 
     Raises:
-        ValueError: A request is refused; see :meth:`Engine.checked`.
+        ValueError: A request is refused; see ``Engine.checked``.
     """
     if not requests:
         return
