@@ -59,7 +59,7 @@ def seconds() -> str:
 def predictions() -> str:
     """The speed that ``eagle3 plan speedup`` computes from the costs of a round."""
     batches = by_batch(line for line in timed() if line["costs"])
-    ways = next(iter(timed()))["costs"]
+    ways = timed()[0]["costs"]
     rows = []
     for step, way in itertools.product(policies(), ways):
         cells = [predicted(lines[step], way) for lines in batches.values()]

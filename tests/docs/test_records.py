@@ -283,9 +283,13 @@ def test_choosing_quotes_the_methods_at_equal_text() -> None:
         (row["method"], row["draft"]): row["num_draft_steps"] * row["draft_cost"] for row in rows
     }
     assert draft_of["dflash2", "K=3"] > costs["K=3"]
-    for row in rows:
-        cost = costs[row["draft"]] + draft_of[row["method"], row["draft"]]
-        assert 0.75 < row["ratio"]["median"] * cost / equal_text.tau(row) < 1
+    ratios = [
+        row["ratio"]["median"]
+        * (costs[row["draft"]] + draft_of[row["method"], row["draft"]])
+        / equal_text.tau(row)
+        for row in rows
+    ]
+    lower = [f"{100 * (1 - ratio):.0f}" for ratio in (max(ratios), min(ratios))]
     eagle3 = [
         f"{drafts['eagle3'][-1]['tasks'][kind]['mean_acceptance_length']:.2f}"
         for kind in ("code", "prose")
@@ -299,6 +303,7 @@ def test_choosing_quotes_the_methods_at_equal_text() -> None:
         f"{texts['texts']} texts with {texts['supervised_tokens']:,} tokens to learn",
         f"one pass of {steps} steps",
         f"the rates {low:g} and {high:g}",
+        f"Every measured ratio is {lower[0]} to {lower[1]} % lower than the predicted one",
         f"has τ {' and '.join(shipped)} on code and prose with K=5, this one"
         f" {' and '.join(eagle3)}",
     )

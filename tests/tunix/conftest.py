@@ -8,8 +8,8 @@ import jax
 import pytest
 
 # Where Tunix is not installed, this folder is found in its place: a package without a file.
-INSTALLED = importlib.util.find_spec("tunix")
-collect_ignore_glob = [] if INSTALLED and INSTALLED.origin else ["test_*.py"]
+SPEC = importlib.util.find_spec("tunix")
+collect_ignore_glob = [] if SPEC and SPEC.origin else ["test_*.py"]
 
 
 @pytest.fixture(autouse=True)
