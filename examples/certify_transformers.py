@@ -1,12 +1,12 @@
 """Certifies five ways in which ``generate`` of transformers speculates, as Python functions.
 
-    python examples/certify_transformers.py --target DIR --output validation/results
+    python examples/certify_transformers.py --output validation/results
     python examples/certify_transformers.py --target DIR --way mtp --output .
     python examples/certify_transformers.py --target DIR --drafter DIR --way dflash --output .
 
-The first command takes assisted generation and prompt look-up. Directories in the layout of Hugging
-Face; ``--drafter`` of DFlash or of Gemma 4's assistant. The assistant of ``assisted`` is the target
-with noise on its weights. One core: minutes for each, with targets of a few layers.
+The first command takes all five with the tiny models of ``tests/golden/published``. Directories in
+the layout of Hugging Face; ``--drafter`` of DFlash or of Gemma 4's assistant. The assistant of
+``assisted`` is the target with noise on its weights. One core: minutes for each.
 """
 
 from __future__ import annotations
@@ -27,7 +27,15 @@ from eagle3_jax.certify.certificate import Certificate
 from eagle3_jax.certify.function import certify_sampler
 from eagle3_jax.certify.statistics import Sampling
 
-WAYS = ("assisted", "prompt-lookup", "mtp", "dflash", "gemma4-assistant")
+TINY = Path(__file__).parent.parent / "tests" / "golden" / "published"
+# Ways, with the tiny model of each.
+WAYS = {
+    "assisted": "dflash_qwen3",
+    "prompt-lookup": "dflash_qwen3",
+    "mtp": "deepseek_v3_mtp1",
+    "dflash": "dflash_qwen3",
+    "gemma4-assistant": "gemma4_dense",
+}
 PROMPT_LENGTH = 12
 PROMPTS = 12
 SAMPLING = Sampling(temperature=0.5, top_k=20)  # of tiny models, which are unsure at 1
@@ -161,25 +169,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--target", type=Path, required=True, help="directory of the target")
+    parser.add_argument(
+        "--target", type=Path, help="directory of the target; default: a tiny one for each way"
+    )
     parser.add_argument(
         "--drafter", type=Path, help="directory of the drafter of dflash and gemma4-assistant"
     )
-    parser.add_argument(
-        "--way", choices=WAYS, action="append", help="default: assisted and prompt-lookup"
-    )
+    parser.add_argument("--way", choices=WAYS, action="append", help="default: all")
     parser.add_argument("--requests", type=int, default=2048, help="short sampled answers")
     parser.add_argument("--output", type=Path, required=True, help="directory of the records")
     options = parser.parse_args()
 
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    target = transformers.AutoModelForCausalLM.from_pretrained(
-        options.target, dtype=torch.float32
-    ).eval()
-    for way in options.way or WAYS[:2]:
+    for way in options.way or WAYS:
+        target = transformers.AutoModelForCausalLM.from_pretrained(
+            options.target or TINY / WAYS[way] / "target", dtype=torch.float32
+        ).eval()
+        drafter = options.drafter or TINY / WAYS[way] / "drafter"
         certificate: Certificate = certify_sampler(
-            sampler(way, target, options.drafter),
+            sampler(way, target, drafter),
             prompts(target),
             sampling=SAMPLING,
             num_requests=options.requests,

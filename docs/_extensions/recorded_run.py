@@ -30,7 +30,7 @@ def setup(app: Any) -> dict[str, Any]:
 def page_with_runs() -> str:
     """Returns the page of the server with the recorded runs in it, which needs no server."""
     page = PAGE.read_text("utf-8")
-    runs = json.loads(RUNS.read_text(encoding="utf-8"))
+    runs = json.loads(RUNS.read_text(encoding="utf-8"))["runs"]
     text = json.dumps(runs, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
     replacements = {
         "/* trees.js */": PAGE.with_name("trees.js").read_text("utf-8"),

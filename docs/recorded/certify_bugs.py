@@ -1,6 +1,8 @@
-"""Injects errors of public engines into an otherwise correct server, and certifies it (minutes).
+"""Injects errors of public engines into an otherwise correct server, and certifies it.
 
-Prints what found each error and writes validation/results/certify-bugs.json.
+    python docs/recorded/certify_bugs.py validation/results/certify-bugs.json        # minutes
+
+Prints what found each error.
 """
 
 from __future__ import annotations
@@ -8,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from page_tables import RESULTS, ROOT
+from page_tables import ROOT
 
 sys.path.extend([str(ROOT / "tests" / "helpers"), str(ROOT / "examples")])
 
@@ -139,7 +142,7 @@ def main() -> None:
             }
         )
 
-    write_record(RESULTS / "certify-bugs.json", {"environment": environment(), "bugs": rows})
+    write_record(Path(sys.argv[1]), {"environment": environment(), "bugs": rows})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Records distributions of the chat model and of its head, into drafting.json.
+"""Records distributions of the chat model and of its head.
 
-    python docs/recorded/drafting.py mt_bench.jsonl humaneval.jsonl gsm8k.jsonl
+    python docs/recorded/drafting.py RECORD mt_bench.jsonl humaneval.jsonl gsm8k.jsonl
 
 Takes half an hour on two cores. An interrupted run continues where it stopped. The page drafting.md
 computes with the record.
@@ -45,7 +45,6 @@ from eagle3_jax.prompts.benchmark import Prompt, read_prompts
 from eagle3_jax.training.batches import TTTBatch
 from eagle3_jax.training.ttt import unroll_head
 
-RECORD = Path(__file__).with_suffix(".json")
 LENGTHS = {0.0: 48, 0.25: 24, 0.5: 24, 0.75: 24, 1.0: 24}  # new tokens at each temperature
 PROMPTS = 100
 STEPS = 5
@@ -58,7 +57,8 @@ SMALLEST_LOG = -14.0  # of a probability that is not zero
 def main() -> None:
     """Adds the prompts that the record does not have yet."""
     keep_compiled_programs(None)
-    files = sys.argv[1:]
+    path = Path(sys.argv[1])
+    files = sys.argv[2:]
     target = e3.load_target("smollm2", weights="int8")
     head = e3.load_drafter("smollm2", target=target)
     decode = target.tokenizer.decode  # type: ignore[union-attr]
@@ -70,8 +70,8 @@ def main() -> None:
         "pieces": {},
         "prompts": [],
     }
-    if RECORD.exists():
-        record = json.loads(RECORD.read_text(encoding="utf-8"))
+    if path.exists():
+        record = json.loads(path.read_text(encoding="utf-8"))
 
     for prompt in chosen(files, target)[len(record["prompts"]) :]:
         texts = written(target, prompt)
@@ -84,7 +84,7 @@ def main() -> None:
         task = Path(files[len(record["prompts"]) % len(files)]).stem
         entry = {"task": task, "name": prompt.name, "question": prompt.text, "texts": entries}
         record["prompts"].append(entry)
-        RECORD.write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
         print(len(record["prompts"]), prompt.name, flush=True)
 
 

@@ -1,82 +1,51 @@
-"""Tables of requests that come and go: in one process, at servers, and in lists of prompts."""
+"""Tables of requests that come and go: at servers, and in lists of prompts."""
 
 from __future__ import annotations
 
-from page_tables import Row, record, table
+from page_tables import Row, cores, record, spread, table, version
 
-ENGINE = "load-smollm2-cpu-amd-epyc-2-cores"
 SERVERS = "servers-smollm2-cpu-amd-epyc-2-cores"
-CHUNKS = "load-chunks-smollm2-cpu-amd-epyc-2-cores"
 REFILLED = "refilled-rows"
-TIMES = ["first token p50", "gap p50", "gap p99"]
-NAMES = {"plain float32, int8": "plain", "chain K=3": "chain of 3", "schedule": "schedule"}
 
 
-def seconds(interval: Row) -> str:
-    """Returns a time in ms with its 95 % interval."""
-    bounds = [interval["low"], interval["high"]]
-    low, high = ("–" if end is None else f"{1e3 * end:,.0f}" for end in bounds)
-    return f"{1e3 * interval['value']:,.0f} ({low} to {high})"
+def milliseconds(row: Row, name: str, percentile: str = "p50") -> str:
+    """Returns a time in ms."""
+    return f"{1e3 * row[name][percentile]:,.0f}"
 
 
-def speed(row: Row) -> str:
-    """Returns tokens per second."""
-    return f"{row['tokens_per_second']['median']:.0f}"
-
-
-def times(row: Row) -> list[str]:
-    """Returns the columns of :data:`TIMES`."""
-    return [
-        seconds(row["first_token"]["p50"]),
-        seconds(row["gap"]["p50"]),
-        seconds(row["gap"]["p99"]),
-    ]
-
-
-def _users(row: Row) -> int:
-    """Returns the number of users at once; loads with a rate come after all of these."""
-    return int(row["load"].split()[0]) if row["load"].endswith("at once") else 100
-
-
-def loads() -> str:
-    """Returns every load and method in one process."""
+def servers(*, long_prompts: bool = False) -> str:
+    """Returns every load and server; those with long prompts are a table of their own."""
+    measured = record(SERVERS)
     rows = []
-    for row in sorted(record(ENGINE)["rows"], key=_users):
-        # Plain decoding in float32 is slower, and not shown.
-        if row["name"] in NAMES:
-            length = row["mean_acceptance_length"]
-            ratio = f"{row['ratio']['median']:.2f}"
-            tau = "" if length is None else f"{length:.2f}"
-            names = [row["load"], NAMES[row["name"]]]
-            rows.append(
-                [*names, speed(row), ratio, tau, *times(row), seconds(row["per_token"]["p50"])]
-            )
-    return table(["load", "method", "tokens/s", "ratio", "τ", *TIMES, "per token p50"], rows)
+    for row in measured["rows"]:
+        if ("prompts of" in row["load"]) != long_prompts:
+            continue
+        length = row["mean_acceptance_length"]
+        is_base = row["server"] == row["base"]
+        rows.append(
+            [
+                row["load"],
+                row["server"],
+                f"{row['tokens_per_second']['median']:.0f}",
+                "1" if is_base else spread(row["ratio"]),
+                f"{length:.2f}" if length else "",
+                milliseconds(row, "first_token"),
+                milliseconds(row, "gap"),
+                milliseconds(row, "gap", "p99"),
+                milliseconds(row, "per_token"),
+                "" if is_base else f"{row['same_texts']} of {row['requests']}",
+            ]
+        )
 
-
-def chunks() -> str:
-    """Returns what prompts in parts do to the new request and to the others."""
-    rows = []
-    for row in record(CHUNKS)["rows"]:
-        method, _, parts = row["name"].partition(", chunks of ")
-        if method in NAMES:
-            rows.append([NAMES[method], parts or "whole", speed(row), *times(row)])
-    return table(["method", "parts of", "tokens/s", *TIMES], rows)
-
-
-def servers() -> str:
-    """Returns every number of users and server."""
-    rows = []
-    for row in record(SERVERS)["rows"]:
-        texts = f"{row['same_texts']} of {row['num_requests']}"
-        figures = [
-            speed(row),
-            f"{row['ratio']['median']:.2f}",
-            *times(row),
-            seconds(row["per_token"]["p50"]),
-        ]
-        rows.append([row["load"], row["name"], *figures, texts])
-    return table(["users", "server", "tokens/s", "ratio", *TIMES, "per token p50", "same"], rows)
+    times = ["first token p50", "gap p50", "gap p99", "per token p50"]
+    columns = ["load", "server", "tokens/s", "ratio", "τ", *times, "same"]
+    about = measured["about"]
+    run = (
+        f"{version(about)}, {cores(about)}, jax {about['versions']['jax']}, greedy,"
+        f" {measured['new_tokens']} tokens a request, times in ms of all requests of"
+        f" {measured['repeats']} repeats."
+    )
+    return f"{table(columns, rows)}\n\n{run}"
 
 
 def refilled() -> str:
@@ -85,15 +54,10 @@ def refilled() -> str:
     for row in record(REFILLED)["rows"]:
         saved = 1 - row["rounds_refilled"] / row["rounds"]
         rounds = [f"{row['rounds']:,}", f"{row['rounds_refilled']:,}"]
-        speedup = row["speedup"]["median"]
-        rows.append([row["method"], row["limits"], *rounds, f"{saved:.0%}", f"{speedup:.2f}"])
+        rows.append([row["method"], row["limits"], *rounds, f"{saved:.0%}", spread(row["speedup"])])
 
-    columns = [
-        "method",
-        "new tokens",
-        "rounds in batches",
-        "rounds refilled",
-        "saved",
-        "times faster (one run)",
-    ]
-    return table(columns, rows)
+    about = record(REFILLED)["about"]
+    repeats = record(REFILLED)["repeats"]
+    columns = ["method", "new tokens", "rounds in batches", "rounds refilled", "saved", "speed-up"]
+    run = f"{version(about)}, {cores(about)}, median and quartiles of {repeats} repeats."
+    return f"{table(columns, rows)}\n\n{run}"

@@ -1,16 +1,15 @@
-"""Measures two drafters as one, and what options of a request cost.
+"""Measures what options of a request cost.
 
-    python docs/recorded/options.py        # ten minutes
+    python docs/recorded/options.py docs/recorded/options.json        # five minutes
 
 Every decoder decodes the same held-out code prompts in turn, in every repeat, on the shipped pair.
-Times include the prefill and no compilation. The record is options.json; ``write_tables.py`` writes
-its tables.
+Times include the prefill and no compilation. ``write_tables.py`` writes the table.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,31 +21,13 @@ from page_tables import Row, cores, spread, table, version
 
 import eagle3_jax as e3
 from eagle3_jax.measure.environment import environment
+from eagle3_jax.measure.records import write_record
 from eagle3_jax.prompts import benchmark
 
 RECORD = Path(__file__).with_suffix(".json")
 PROMPTS = 16
 NEW_TOKENS = 64
 REPEATS = 5
-
-
-def fallbacks(target: e3.LoadedTarget, head: e3.LoadedDrafter) -> dict[str, e3.SpeculativeDecoder]:
-    """Returns decoders by name, the baseline first."""
-    ngram = e3.drafters.NGram
-    options: dict[str, Any] = {"stop_tokens": ()}
-
-    def both(least: int) -> e3.SpeculativeDecoder:
-        drafter = e3.Fallback.of(ngram(3, min_ngram=least), head)
-        return e3.SpeculativeDecoder(target, drafter, **options)
-
-    return {
-        "plain decoding": e3.SpeculativeDecoder(target, **options),
-        "n-grams, K=3": e3.SpeculativeDecoder(target, ngram(3), **options),
-        "n-grams, K=5": e3.SpeculativeDecoder(target, ngram(5), **options),
-        "EAGLE-3, K=3": e3.SpeculativeDecoder(target, head, num_speculative_tokens=3, **options),
-        "n-grams of at least 2, else EAGLE-3": both(2),
-        "n-grams of at least 3, else EAGLE-3": both(3),
-    }
 
 
 def requests(
@@ -90,37 +71,23 @@ def measure() -> Row:
     target = e3.load_target()
     head = e3.load_drafter(target=target)
     texts = benchmark.shipped()[: 2 * PROMPTS : 2]  # the first 40 are code
-    record: Row = {
-        "environment": environment(),
-        "fallback": [],
-        "prompts": PROMPTS,
-        "new_tokens": NEW_TOKENS,
-    }
 
-    def all_texts(decoder: Any, batch: int, **options: Any) -> Callable[[], list[Any]]:
-        groups = [texts[at : at + batch] for at in range(0, PROMPTS, batch)]
+    def all_texts(decoder: Any, **options: Any) -> Callable[[], list[Any]]:
         return lambda: [
-            decoder.generate(group, max_new_tokens=NEW_TOKENS, **options) for group in groups
+            decoder.generate(text, max_new_tokens=NEW_TOKENS, **options) for text in texts
         ]
 
-    for temperature in (0.0, 0.7):
-        for batch in (1, 4, 8):
-            sampling = e3.SamplingParams(temperature=temperature)
-            decoders = fallbacks(target, head)
-            runs = {
-                name: all_texts(decoder, batch, sampling=sampling)
-                for name, decoder in decoders.items()
+    return {
+        "environment": environment(),
+        "prompts": PROMPTS,
+        "new_tokens": NEW_TOKENS,
+        "requests": timed(
+            {
+                name: all_texts(decoder, **options)
+                for name, (decoder, options) in requests(target, head).items()
             }
-            record["fallback"].append(
-                {"temperature": temperature, "batch": batch, "rows": timed(runs)}
-            )
-    record["requests"] = timed(
-        {
-            name: all_texts(decoder, 1, **options)
-            for name, (decoder, options) in requests(target, head).items()
-        }
-    )
-    return record
+        ),
+    }
 
 
 def ratios(rows: dict[str, Row]) -> Iterator[tuple[str, str]]:
@@ -142,19 +109,6 @@ def origin(record: Row) -> str:
     )
 
 
-def fallback(record: Row) -> str:
-    """Writes the speed of two drafters as one."""
-    columns = ["speed compared with plain decoding"]
-    cells: dict[str, list[str]] = {}
-    for setting in record["fallback"]:
-        columns.append(
-            f"{'T=0.7' if setting['temperature'] else 'greedy'}, batch {setting['batch']}"
-        )
-        for name, ratio in ratios(setting["rows"]):
-            cells.setdefault(name, []).append(ratio)
-    return f"{table(columns, [[name, *row] for name, row in cells.items()])}\n\n{origin(record)}"
-
-
 def cost(record: Row) -> str:
     """Writes the speed with options of a request."""
     rows = [[*row] for row in ratios(record["requests"])]
@@ -162,4 +116,4 @@ def cost(record: Row) -> str:
 
 
 if __name__ == "__main__":
-    RECORD.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")
+    write_record(Path(sys.argv[1]), measure())

@@ -1,12 +1,14 @@
-"""Records the runs of the chat model that the site replays, into page_runs.json.
+"""Records the runs of the chat model that the site replays.
 
-python docs/recorded/page_runs.py        # minutes on a CPU without other work; the model is
-downloaded once (93 MB)
+    python docs/recorded/page_runs.py docs/recorded/page_runs.json
+
+Minutes on a CPU without other work; the model is downloaded once (93 MB).
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,9 @@ import httpx
 
 import eagle3_jax as e3
 from eagle3_jax.devices.compilation import keep_compiled_programs
+from eagle3_jax.measure.environment import environment
 from eagle3_jax.server.local import serving
 
-FILE = Path(__file__).with_suffix(".json")
 REPEATS = 3  # the one in which both lanes together take the least time is kept
 
 
@@ -53,10 +55,10 @@ def main() -> None:
         target, e3.load_drafter("smollm2", target=target), num_speculative_tokens=3
     )
     with serving(decoder, model="smollm2", slots=1, capacity=128) as address:
-        saved = [{"title": title, "events": _record(address, body)} for title, body in RUNS.items()]
-    FILE.write_text(
-        json.dumps(saved, ensure_ascii=False, separators=(",", ":")) + "\n", encoding="utf-8"
-    )
+        runs = [{"title": title, "events": _record(address, body)} for title, body in RUNS.items()]
+    saved = {"about": environment(target="smollm2", drafter="smollm2"), "runs": runs}
+    text = json.dumps(saved, ensure_ascii=False, separators=(",", ":"))
+    Path(sys.argv[1]).write_text(text + "\n", encoding="utf-8")
 
 
 def _record(address: str, body: dict[str, Any]) -> list[dict[str, Any]]:

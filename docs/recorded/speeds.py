@@ -1,4 +1,4 @@
-"""Tables of speed, of acceptance and of the headline experiment, each from one record.
+"""Tables of speed and of acceptance, each from one record.
 
 The benchmark of the chat model is the canonical one: pages include speed-ups from here.
 """
@@ -6,38 +6,40 @@ The benchmark of the chat model is the canonical one: pages include speed-ups fr
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 from page_tables import Row, cores, record, spread, table, version
 
-# Names of the rows of `eagle3 bench` on the pages.
+# Names of the rows of the records on the pages.
 NAMES = {
     "plain float32, int8": "plain decoding, `int8`",
     "plain mixed": "plain decoding, `mixed`",
     "plain float32": "plain decoding, `float32`",
     **{f"chain K={k}": f"EAGLE-3, K={k}" for k in range(1, 6)},
+    **{f"ngram+chain K={k}": f"n-grams, else EAGLE-3, K={k}" for k in range(1, 4)},
+    "mixed chain K=3": "EAGLE-3, K=3, `mixed`",
     "tree N=8 G=5": "EAGLE-3, tree of 8 nodes, 5 levels",
     "tree N=60 G=8": "EAGLE-3, tree of 60 nodes, 8 levels",
     "tree N=8 G=4": "EAGLE-3, tree of 8 nodes, 4 levels",
-    **{f"smollm2 chain K={k}": f"EAGLE-3, K={k}" for k in range(1, 4)},
-    **{f"ngram+smollm2 chain K={k}": f"n-grams, else EAGLE-3, K={k}" for k in range(1, 4)},
-    "suffix chain K=3": "suffixes, K=3",
+    "suffix K=3": "suffixes, K=3",
     "n-gram K=4": "n-grams (prompt lookup), K=4",
     "n-gram K=5": "n-grams (prompt lookup), K=5",
     "transformers generate": "transformers `generate`, `float32`",
     "transformers prompt lookup": "transformers prompt lookup, `float32`",
     "vLLM plain, compiled": "vLLM 0.32.0, plain, compiled, `float32`",
     "vLLM eagle3 K=3, compiled": "vLLM 0.32.0, same head, K=3, compiled, `float32`",
+    "llama.cpp, weights of the file": "llama.cpp, plain, the file's 4 bits",
+    "llama.cpp, float32": "llama.cpp, plain, `float32`",
 }
 TASKS = {"mt_bench": "MT-bench", "humaneval": "HumanEval", "gsm8k": "GSM8K"}
 # Rows of the table in README.
 SHOWN = (
     "plain float32, int8",
     "n-gram K=4",
-    "smollm2 chain K=3",
-    "ngram+smollm2 chain K=3",
+    "chain K=3",
+    "ngram+chain K=3",
     "transformers generate",
     "vLLM eagle3 K=3, compiled",
+    "llama.cpp, weights of the file",
 )
 
 
@@ -50,8 +52,9 @@ class Benchmark:
 
     @property
     def report(self) -> Row:
-        """The report of the record."""
-        return record(self.name)["reports"][0]
+        """The report of the record; that of `eagle3 bench` has one for each batch size."""
+        values = record(self.name)
+        return values["report"] if "report" in values else values["reports"][0]
 
     @property
     def rows(self) -> dict[str, Row]:
@@ -62,13 +65,15 @@ class Benchmark:
         """Names version, machine and size."""
         about = record(self.name)["about"]
         report = self.report
+        temperature = record(self.name).get("temperature")
+        how = f"at temperature {temperature:g}" if temperature else "greedy"
         size = (
-            f"{report['num_prompts']} {self.prompts}, {report['max_new_tokens']} greedy tokens each"
+            f"{report['num_prompts']} {self.prompts}, {report['max_new_tokens']} tokens each, {how}"
         )
         return (
             f"{version(about)}, {cores(about)}, jax {about['versions']['jax']}, {size}, batch"
             f" {report['batch_size']}.\nMedian and quartiles of the ratio to plain decoding in the"
-            " same repeat."
+            f" same repeat, of {report['repeats']}."
         )
 
     def is_base(self, row: Row) -> bool:
@@ -98,9 +103,9 @@ class Benchmark:
         """Writes every row."""
         lines = []
         for name, row in self.rows.items():
-            drafts = any(word in name for word in ("chain", "tree", "n-gram"))
-            predicted = [f"{row['predicted_ratio']:.2f}", *costs(row)] if drafts else [""] * 3
-            texts = "" if self.is_base(row) else f"{row['same_texts']}"
+            is_ours = row["num_draft_steps"] and row["predicted_ratio"]
+            predicted = [f"{row['predicted_ratio']:.2f}", *costs(row)] if is_ours else [""] * 3
+            texts = "" if row["same_texts"] is None else f"{row['same_texts']}"
             lines.append(
                 [NAMES[name], tau(row), speed(row), *self.speed_up(row), *predicted, texts]
             )
@@ -134,24 +139,21 @@ class Benchmark:
         return f"{table(columns, lines)}\n\n{self.origin()}"
 
     def by_task(self) -> str:
-        """Writes speed-up and τ of every draft by task."""
+        """Writes speed-up and τ of every draft by task, with the run."""
         rows = [row for row in self.rows.values() if row["acceptance"] is not None and row["tasks"]]
         lines = []
         for row in rows:
             cells = [f"{task['ratio']['value']:.2f} (τ {tau(task)})" for task in row["tasks"]]
             lines.append([NAMES[row["name"]], *cells])
-        return table(["method", *(TASKS[task["task"]] for task in rows[0]["tasks"])], lines)
+        columns = ["method", *(TASKS[task["task"]] for task in rows[0]["tasks"])]
+        return f"{table(columns, lines)}\n\n{self.origin()}"
 
 
 PROMPTS = "prompts of MT-bench, HumanEval and GSM8K"
-CHAT = Benchmark("bench-smollm2-cpu-amd-epyc-2-cores", PROMPTS)
-LENGTHS = Benchmark("lengths-smollm2-cpu-amd-epyc-2-cores", PROMPTS)
+CHAT = Benchmark("speed-smollm2-cpu-amd-epyc-2-cores", PROMPTS)
 BATCHES = [Benchmark(f"batch-{size}-smollm2-cpu-amd-epyc-2-cores", PROMPTS) for size in (4, 8)]
-SUFFIX = Benchmark("suffix-smollm2-cpu-amd-epyc-2-cores", PROMPTS)
-MIXED = Benchmark("mixed-smollm2-cpu-amd-epyc-2-cores", PROMPTS)
-SAMPLED = "sampled-smollm2-cpu-amd-epyc-2-cores"
-HEADLINE = "headline-cpu-intel-xeon-2-cores"
-SMALL = Benchmark("bench-cpu-intel-xeon-2-cores", "code prompts")
+SAMPLED = Benchmark("sampled-smollm2-cpu-amd-epyc-2-cores", PROMPTS)
+SMALL = Benchmark("bench-cpu-amd-epyc-2-cores", "code prompts")
 
 
 def tau(row: Row) -> str:
@@ -170,61 +172,97 @@ def costs(row: Row) -> list[str]:
     return [f"{row['verify_cost']:.2f}", f"{row['draft_cost']:.3f}"]
 
 
+ACCEPTANCE = "acceptance-shipped-pair"
+# Drafts of the table of acceptance by depth.
+BY_DEPTH = (
+    "chain K=5",
+    "tree of 60 nodes, 8 levels, top 10",
+    "n-gram K=5",
+    "chain K=4, likeliest",
+    "chain K=4, sampled",
+)
+KINDS = ("code", "prose")
+
+
+def accepted(draft: str, kind: str) -> Row:
+    """Returns the acceptance of a draft on the prompts of a kind."""
+    (row,) = (
+        row for row in record(ACCEPTANCE)["rows"] if (row["draft"], row["kind"]) == (draft, kind)
+    )
+    return row
+
+
+def taus(draft: str) -> list[str]:
+    """Writes τ of a draft on code and on prose."""
+    return [f"{accepted(draft, kind)['mean_acceptance_length']:.2f}" for kind in KINDS]
+
+
+def of_acceptance() -> str:
+    """Names the run of the acceptance."""
+    shipped = record(ACCEPTANCE)
+    about = shipped["about"]
+    return (
+        f"{version(about)}, {about['date'][:10]}, {about['cpu']['model']}, `{shipped['dtype']}`,"
+        f" from [the record](RESULTS/{ACCEPTANCE}.json)."
+    )
+
+
 def acceptance() -> str:
     """Writes the acceptance of the shipped pair by depth."""
-    shipped = record("acceptance-shipped-pair")
     lines = []
-    for row in shipped["rows"]:
-        shares = [f"{share:.2f}".removeprefix("0") for share in row["acceptance_per_position"]]
-        labels = [
-            row["draft"].replace("drawn", "sampled"),
-            row["kind"],
-            f"{row['mean_acceptance_length']:.2f}",
-        ]
-        lines.append([*labels, *shares, *[""] * (8 - len(shares))])
+    for draft in BY_DEPTH:
+        for kind in KINDS:
+            row = accepted(draft, kind)
+            shares = [f"{share:.2f}".removeprefix("0") for share in row["acceptance_per_position"]]
+            labels = [draft, kind, f"{row['mean_acceptance_length']:.2f}"]
+            lines.append([*labels, *shares, *[""] * (8 - len(shares))])
 
-    about = shipped["about"]
     columns = ["draft", "text", "τ", "depth 1", *(str(depth) for depth in range(2, 9))]
-    return (
-        table(columns, lines)
-        + f"\n\nVersion {about['versions']['eagle3_jax']}, {about['date'][:10]},"
-        f" {about['cpu']['model']}, `{shipped['dtype']}`, from [the"
-        " record](../validation/results/acceptance-shipped-pair.json)."
-    )
+    origin = of_acceptance().replace("RESULTS", "../validation/results")
+    return f"{table(columns, lines)}\n\n{origin}"
 
 
-class Setting(NamedTuple):
-    """The first columns of a row of the headline experiment."""
+def lookups() -> str:
+    """Writes τ of n-grams and of suffixes."""
+    drafts = ("n-gram K=5", "n-gram K=5, up to 24", "suffix K=5")
+    columns = ["draft", *KINDS]
+    lines = [[draft, *taus(draft)] for draft in drafts]
+    origin = of_acceptance().replace("RESULTS", "../../validation/results")
+    return f"{table(columns, lines)}\n\n{origin}"
 
-    prompts: str
-    temperature: str
-    batch: str
-    draft: str
 
-
-def headline() -> str:
-    """Writes the headline experiment on a CPU: speed over our plain decoding, and over vLLM."""
-    experiment = record(HEADLINE)
-    ratios: dict[str, dict[Setting, str]] = {"ours": {}, "plain": {}, "chain K=3": {}}
-    for cell in experiment["cells"].values():
-        for row in cell.get("rows", ()):
-            temperature = f"{cell['temperature']:g}"
-            setting = Setting(cell["prompts"], temperature, f"{cell['batch']}", row["name"])
-            ratios[cell["rival"]][setting] = spread(row["ratio"])
-
+def layer_skip() -> str:
+    """Writes τ of layer skip by depth, and what a round costs."""
+    drafts = [f"layer-skip={count} K=3" for count in (3, 6, 9, 11)]
     lines = []
-    for setting, over_plain in ratios["ours"].items():
-        if setting.draft.startswith("chain"):
-            lines.append([*setting, over_plain, ratios["chain K=3"].get(setting, "–")])
+    for draft, count in zip(drafts, (3, 6, 9, 11), strict=True):
+        rates = [f"{accepted(draft, kind)['draft_acceptance_rate']:.0%}" for kind in KINDS]
+        lines.append([f"{count}", *rates, *taus(draft), f"{1 + 3 * count / 12:.2f}"])
 
-    options = experiment["options"]
-    return (
-        table(["prompts", "temperature", "batch", "draft", "over plain", "over vLLM"], lines)
-        + f"\n\n{version(experiment['environment'])}, {experiment['device'].partition(',')[0]},"
-        f" `{options['dtype']}`, {options['max_prompts']} prompts of each set,"
-        f" {options['max_new_tokens']} tokens, {options['repeats']} repeats, from"
-        f" [`{HEADLINE}.json`](../validation/results/{HEADLINE}.json)."
-    )
+    columns = [
+        "`layer-skip=`",
+        "accepted, code",
+        "prose",
+        "τ, code",
+        "prose",
+        "target steps a round",
+    ]
+    origin = of_acceptance().replace("RESULTS", "../../validation/results")
+    return f"{table(columns, lines)}\n\n{origin}"
+
+
+def block_rule() -> str:
+    """Writes τ of the token rule and of the block rule."""
+    lines = []
+    for length in (3, 5, 7):
+        cells = [
+            cell for rule in ("token", "block") for cell in taus(f"chain K={length}, {rule} rule")
+        ]
+        lines.append([f"K={length}", *cells])
+
+    columns = ["", "token rule, code", "prose", "block rule, code", "prose"]
+    origin = of_acceptance().replace("RESULTS", "../../validation/results")
+    return f"{table(columns, lines)}\n\n{origin}"
 
 
 def batches() -> str:
@@ -236,42 +274,4 @@ def batches() -> str:
     return (
         table(["method", "τ", "batch 4", "quartiles", "batch 8", "quartiles"], lines)
         + f"\n\n{BATCHES[0].origin()}"
-    )
-
-
-def sampled() -> str:
-    """Writes the speed-ups of the chat model at temperature 1."""
-    experiment = record(SAMPLED)
-    lines: dict[str, list[str]] = {}
-    for cell in experiment["cells"].values():
-        for row in cell["rows"]:
-            if row["name"] != "plain":
-                lines.setdefault(row["name"], []).append(spread(row["ratio"]))
-
-    options = experiment["options"]
-    columns = ["draft", *(TASKS[cell["prompts"]] for cell in experiment["cells"].values())]
-    return (
-        table(columns, [[name, *cells] for name, cells in lines.items()])
-        + f"\n\n{version(experiment['environment'])}, {experiment['device'].partition(',')[0]},"
-        f" `{options['weights']}`, {options['max_prompts']} prompts of each,"
-        f" {options['max_new_tokens']} tokens, {options['repeats']} repeats, temperature 1, batch"
-        " 1, drafts of likeliest tokens."
-    )
-
-
-def llama_cpp() -> str:
-    """Writes this library and llama.cpp on the same file."""
-    comparison = record("llama-cpp-cpu-amd-epyc-2-cores")
-    report = comparison["report"]
-    about = comparison["about"]
-    lines = [
-        [row["name"], f"`{row['dtype']}`", tau(row), speed(row), spread(row["ratio"])]
-        for row in report["rows"]
-    ]
-
-    return (
-        table(["decoder", "weights", "τ", "tokens/s", "speed-up over our plain decoding"], lines)
-        + f"\n\n{version(about)}, llama-cpp-python {comparison['llama_cpp_python']},"
-        f" {cores(about)}, "
-        f"{report['num_prompts']} prompts,\n{report['max_new_tokens']} greedy tokens each, batch 1."
     )

@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 
+import release
 from page_tables import RESULTS, ROOT, cores, table, version
 
 sys.path.insert(0, str(ROOT))
@@ -229,5 +230,6 @@ def parts() -> dict[str, dict[str, str]]:
         ),
         "methods": table(["method", "K", "rounds", "tokens per round", error], [*run.methods()]),
         "families": table(families, [*run.families()]),
+        "records": release.table_of_records(),
     }
     return {"docs/validation.md": marked}

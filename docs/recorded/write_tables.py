@@ -21,14 +21,13 @@ import policy_runs
 import speeds
 import support
 import validated
-from page_tables import HERE, ROOT
+from page_tables import ROOT
 
 from validation.aot.table import launches
 
 
 def tables() -> dict[str, dict[str, str]]:
     """Returns the tables of each page by the names of their marks."""
-    of_methods = json.loads((HERE / "methods.json").read_text(encoding="utf-8"))
     of_options = json.loads(options.RECORD.read_text(encoding="utf-8"))
     return {
         "README.md": {"speed": speeds.CHAT.short()},
@@ -44,7 +43,7 @@ def tables() -> dict[str, dict[str, str]]:
             "host run": host.measured_on(),
         },
         "docs/choosing.md": {
-            "draft lengths": speeds.LENGTHS.draft_lengths(),
+            "draft lengths": speeds.CHAT.draft_lengths(),
             "equal text": equal_text.acceptance(),
             "equal text, speeds": equal_text.speeds(),
         },
@@ -59,23 +58,18 @@ def tables() -> dict[str, dict[str, str]]:
         "docs/methods/index.md": {
             "what they are": methods.what_they_are(),
             "files and proof": methods.files_and_proof(),
-            "the run": methods.run(of_methods),
-            "what was measured": methods.what_was_measured(of_methods),
+            "block rule": speeds.block_rule(),
         },
+        "docs/methods/lookup.md": {"lookups": speeds.lookups()},
+        "docs/methods/models.md": {"layer skip": speeds.layer_skip()},
         "docs/numbers.md": {
             "speed": speeds.CHAT.complete(),
             "tasks": speeds.CHAT.by_task(),
-            "drafts": speeds.LENGTHS.complete(),
             "batches": speeds.batches(),
-            "suffixes": speeds.SUFFIX.complete(),
-            "mixed": speeds.MIXED.complete(),
-            "sampled": speeds.sampled(),
-            "llama.cpp": speeds.llama_cpp(),
+            "sampled": speeds.SAMPLED.by_task(),
             "small pair": speeds.SMALL.complete(),
             "acceptance": speeds.acceptance(),
-            "headline": speeds.headline(),
             "chat model": chat_model.rounds(),
-            "fallback": options.fallback(of_options),
         },
         "docs/rollouts.md": {
             "acceptance": policy_runs.acceptance(),
@@ -86,9 +80,8 @@ def tables() -> dict[str, dict[str, str]]:
         },
         "docs/requests.md": {"cost": options.cost(of_options)},
         "docs/serving.md": {
-            "load": loads.loads(),
-            "chunks": loads.chunks(),
             "servers": loads.servers(),
+            "long prompts": loads.servers(long_prompts=True),
             "refilled": loads.refilled(),
         },
         **validated.parts(),

@@ -11,7 +11,7 @@ from browser import browsing
 from recorded_run import RUNS, page_with_runs
 
 LANES = ("plain", "speculative")
-SAVED = json.loads(RUNS.read_text(encoding="utf-8"))
+SAVED = json.loads(RUNS.read_text(encoding="utf-8"))["runs"]
 
 
 def events_of(number: int, kind: str, lane: str | None = None) -> list[dict[str, Any]]:
