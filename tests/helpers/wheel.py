@@ -1,8 +1,8 @@
 """Builds the wheel, installs it alone into a fresh environment, and uses it there.
 
 ``python tests/helpers/wheel.py`` (``make wheel-check``) needs what pip needs, so it is not a
-test of the fast suite. It takes about a minute when pip has the packages at hand; ``--extras plot,convert``
-also installs and uses PyTorch.
+test of the fast suite. It takes about a minute when pip has the packages at hand. Before a release
+``--extras plot,convert,gguf,serve,tunix,cuda --sdist`` does it with each extra, and from the sdist.
 """
 
 from __future__ import annotations
@@ -44,6 +44,19 @@ folder.mkdir()
 torch.save(load_file(bundled("target") / "model.safetensors"), folder / "pytorch_model.bin")
 (folder / "config.json").write_text((bundled("target") / "config.json").read_text())
 assert conversion.read_target(folder).config == conversion.read_target(bundled("target")).config
+"""
+
+
+SERVE = """
+import httpx
+import eagle3_jax as e3
+from eagle3_jax.server.local import serving
+target = e3.load_target()
+decoder = e3.SpeculativeDecoder(target, e3.load_drafter(target=target))
+with serving(decoder, model="pair", slots=1, capacity=64) as url:
+    body = {"model": "pair", "prompt": "def f(x):", "max_tokens": 4, "temperature": 0}
+    answer = httpx.post(url + "/v1/completions", json=body, timeout=300).json()
+assert answer["choices"][0]["text"], answer
 """
 
 
@@ -150,20 +163,37 @@ def check_certificates(fresh: Environment, wheel: Path) -> None:
     assert done.returncode == 2 and done.stderr.startswith("error: no server answers"), done
 
 
-def check_extras(fresh: Environment, wheel: Path, extras: list[str]) -> None:
-    """Installs extras and imports their packages."""
-    fresh.pip("install", "--no-compile", f"{wheel}[{','.join(extras)}]")
-    if "plot" in extras:
-        fresh.works("python", "-c", "import jinja2, matplotlib")
-    if "convert" in extras:
-        fresh.works("python", "-c", PICKLE)
+# What shows that an extra brings what it promises.
+PROGRAMS = {
+    "plot": "import jinja2, matplotlib",
+    "convert": PICKLE,
+    "gguf": "import gguf, eagle3_jax.conversion.gguf",
+    "serve": SERVE,
+    "tunix": "from eagle3_jax.tunix import SpeculativeRollout",
+    "cuda": "",  # resolved, not installed: it is gigabytes, and needs a GPU
+}
+
+
+def check_extra(fresh: Environment, wheel: Path, extra: str) -> None:
+    """Installs the wheel with an extra, and uses what it brings."""
+    source = f"{wheel}[{extra}]"
+    if not PROGRAMS[extra]:
+        fresh.pip("install", "--dry-run", source)
+        return
+    fresh.pip("install", "--no-compile", source)
+    fresh.works("python", "-m", "pip", "check")
+    fresh.works("python", "-c", PROGRAMS[extra])
 
 
 def main() -> None:
     """Builds, inspects, installs and uses the wheel."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--extras", default="plot", help="comma-separated; none to skip them")
-    extras = [extra for extra in parser.parse_args().extras.split(",") if extra not in ("", "none")]
+    parser.add_argument("--extras", default="", help=f"some of {','.join(PROGRAMS)}")
+    parser.add_argument("--sdist", action="store_true", help="install and use the sdist, too")
+    options = parser.parse_args()
+    extras = [extra for extra in options.extras.split(",") if extra]
+    if unknown := set(extras) - set(PROGRAMS):
+        parser.error(f"unknown {', '.join(unknown)}; the extras are {', '.join(PROGRAMS)}")
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -185,9 +215,14 @@ def main() -> None:
         check_certificates(Environment(folder, "bare"), wheel)
         print("certifies with numpy, scipy and httpx alone", flush=True)
 
-        if extras:
-            check_extras(fresh, wheel, extras)
-            print(f"does what {', '.join(extras)} promise", flush=True)
+        if options.sdist:
+            from_source = Environment(folder, "sdist")
+            from_source.pip("install", "--no-compile", sdist)
+            check_alone(from_source)
+            print("does so from the sdist", flush=True)
+        for extra in extras:
+            check_extra(Environment(folder, extra), wheel, extra)
+            print(f"{extra} brings what it promises", flush=True)
 
 
 if __name__ == "__main__":
