@@ -903,7 +903,7 @@ def parsed(words: Sequence[str]) -> Options:
         for option, default in experiment.options.items():
             argument = dict(ARGUMENTS[option])
             is_required = default is REQUIRED
-            if default and not is_required:
+            if default not in (None, []) and not is_required:
                 shown = " ".join(map(str, default if isinstance(default, list) else [default]))
                 argument |= {"default": default, "help": f"{argument['help']}  [default: {shown}]"}
             command.add_argument(f"--{option.replace('_', '-')}", required=is_required, **argument)

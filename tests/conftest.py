@@ -32,9 +32,8 @@ import jax
 
 from eagle3_jax.decode import SpeculativeDecoder
 
-# Tests whose cases together take more than ten seconds, compilation included; `pytest
-# --durations=0` shows them.
-SLOW = set(Path(__file__).with_name("slow.txt").read_text(encoding="utf-8").split())
+# Tests and cases that run by night; the file says which.
+SLOW = set(Path(__file__).with_name("slow.txt").read_text(encoding="utf-8").splitlines())
 MAPS_COUNTED = [time.monotonic()]
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
