@@ -69,7 +69,8 @@ def written(
     state: GenerationState, starts: Int[Array | np.ndarray, " B"], *, width: int
 ) -> Written:
     """Returns what each row has written from its position in ``starts`` on."""
-    slots = jnp.minimum(starts[:, None] + jnp.arange(width)[None], state.tokens.shape[1] - 1)
+    ahead = jnp.arange(width, dtype=jnp.int32)[None]
+    slots = jnp.minimum(starts[:, None] + ahead, state.tokens.shape[1] - 1)
     take = jax.vmap(lambda leaf, slots: leaf[slots])
 
     logprobs = None

@@ -3,7 +3,8 @@
 Each part is one run of pytest, and two parts run at a time, because compilation uses one core. The
 result of a part is written when it ends, with the commit that it is of; `python
 tests/nightly/run.py AOT` runs this part again and keeps the results of the others. Ctrl-C ends the
-parts that run, and leaves their results as they were.
+parts that run, and leaves their results as they were. A night takes every third family of targets;
+`FAMILIES=all` takes all.
 """
 
 from __future__ import annotations
@@ -24,18 +25,42 @@ from eagle3_jax import __version__
 ROOT = Path(__file__).resolve().parent.parent.parent
 BUILD = ROOT / "build" / "nightly"
 RESULT = Path(__file__).with_name("result.json")
+TESTS = ROOT / "tests"
 WRITING = threading.Lock()
 INTERRUPTED = threading.Event()
+
+
+def tests_of(folders: str) -> str:
+    """Returns the folders of tests as arguments of pytest."""
+    return " ".join(str(TESTS / folder) for folder in folders.split())
+
+
+FAMILIES = os.environ.get("FAMILIES", "of the day")
+EVERY_FAMILY = " --every-family" * (FAMILIES == "all")
+CORE = "certify chat devices drafters engine house processors verifiers"
+RING = (
+    "bench cli conversion docs files measure models oracle server text theory training validation"
+)
+# Files of the core that the validation runs whole, for its levels L0 to L2 and L8.
+VALIDATED = (
+    "test_exact_distribution.py",
+    "test_thresholds.py",
+    "test_draw_distribution.py",
+    "test_sampling_distribution.py",
+    "drafters/test_recorded_drafters.py",
+)
+FILES = sorted(str(path) for path in TESTS.glob("test_*.py") if path.name not in VALIDATED)
 # The longest first. Fuzzing tries 25 times as many damaged files as in `.ci/run`.
 PARTS = {
-    "validation": f"validation --complete --every-family --report-dir {BUILD / 'validation'}",
-    "slow-tests": "tests -m slow --ignore tests/testing/test_target_contract.py",
-    "contract": "tests/testing/test_target_contract.py -m slow",
+    "validation": f"validation --complete{EVERY_FAMILY} --report-dir {BUILD / 'validation'}",
+    "slow-core": f"-m slow {tests_of(CORE)} {' '.join(FILES)} --ignore {TESTS / VALIDATED[-1]}",
+    "slow-ring": f"-m slow {tests_of(RING)}",
+    "contracts": f"-m slow {TESTS / 'testing'}",
     "AOT": (
         "validation/test_aot.py --level AOT --complete --aot cuda:h200 --aot tpu:v6e:1x1"
         f" --report-dir {BUILD / 'AOT'}"
     ),
-    "bugs-and-laws": "tests/nightly/test_mutants.py tests/nightly/test_long_distribution.py",
+    "bugs": "tests/nightly/test_mutants.py",
     "fuzzing": "tests/conversion/test_fuzz_files.py tests/nightly/test_fuzz_configs.py",
     "tunix": "tests/tunix",
 }
@@ -55,6 +80,7 @@ def run(name: str) -> bool:
         "commit": git("rev-parse", "HEAD").strip(),
         "dirty": bool(changes.strip()),
         "date": datetime.date.today().isoformat(),
+        "families": FAMILIES,
     }
 
     counts = BUILD / f"{name}.xml"
@@ -77,7 +103,8 @@ def run(name: str) -> bool:
 
     passed = done.returncode == 0
     with WRITING:
-        results = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
+        earlier = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
+        results = {part: earlier[part] for part in PARTS if part in earlier}
         results[name] = {
             "verdict": "pass" if passed else "fail",
             **of_what,
