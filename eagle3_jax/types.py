@@ -52,18 +52,18 @@ class TargetOutput(struct.PyTreeNode, kw_only=True):
 
 
 class EmbeddingTables(NamedTuple):
-    """The two matrices of a target that drafters borrow.
+    """The two matrices of a target that drafters borrow: arrays, or quantised kernels.
 
     Attributes:
         embedding: ``[V D]``, one row per token.
         output: ``[D V]``; ``None`` if it is the transposed embedding.
     """
 
-    embedding: Float[Array, "V D"]
-    output: Float[Array, "D V"] | None = None
+    embedding: Any
+    output: Any = None
 
     @property
-    def unembedding(self) -> Float[Array, "D V"]:
+    def unembedding(self) -> Any:
         """``[D V]``, the matrix from a final state to logits."""
         return self.embedding.T if self.output is None else self.output
 

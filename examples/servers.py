@@ -160,12 +160,13 @@ def measure(load: Load, folder: Path, options: argparse.Namespace) -> list[dict[
     bases = {server.name: server.base for server in servers}
 
     count = options.requests or load.requests
-    prompts = folder / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts(load, count)))
+    prompts = folder / "prompts.json"
+    pairs = [[{"value": text}, {"value": ""}] for text in texts(load, count)]
+    prompts.write_text(json.dumps([{"conversations": pair} for pair in pairs]))
     asked = [
-        "--model", str(folder / "target"), "--dataset-name", "custom",
-        "--dataset-path", str(prompts), "--skip-chat-template", "--disable-shuffle",
-        "--output-len", str(options.new_tokens), "--num-prompts", str(count),
+        "--model", str(folder / "target"), "--dataset-name", "sharegpt",
+        "--dataset-path", str(prompts), "--disable-shuffle", "--no-oversample",
+        "--sharegpt-output-len", str(options.new_tokens), "--num-prompts", str(count),
         "--num-warmups", str(load.users),
     ]  # fmt: skip
     asked += (

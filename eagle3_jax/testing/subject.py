@@ -89,11 +89,14 @@ def name_rows(rows: Collection[int]) -> str:
 
 
 def has_low_precision(*trees: Any) -> bool:
-    """Whether an array has floating point numbers of less than 32 bits.
+    """Whether numbers of less than 32 bits are computed with.
 
+    They are floating point numbers, or weights in int8, whose products round the activations too.
     The order of sums may then change a token.
     """
     leaves = jax.tree.leaves(trees)
     return any(
-        jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4 for leaf in leaves
+        leaf.dtype == jnp.int8
+        or (jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4)
+        for leaf in leaves
     )
