@@ -16,7 +16,6 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from eagle3_jax.cache import Cache, LayerCache
 from eagle3_jax.checks import check_returned, check_rows, check_same
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
-from eagle3_jax.models import layers
 from eagle3_jax.models.quantised import QuantisedKernel
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.testing.report import (
@@ -677,7 +676,7 @@ def lends_tables(subject: Subject) -> str:
     _require_shape("embedding", tables.embedding, shape)
     _require_shape("unembedding", tables.unembedding, shape[::-1])
 
-    product = _times(output.final, tables.unembedding)
+    product = np.asarray(output.final, np.float64) @ _numbers(tables.unembedding)
     factor, deviation = _scale_to(product, logits)
     tolerance = tolerance_of(subject)
     if deviation > tolerance:
@@ -695,7 +694,7 @@ def lends_tables(subject: Subject) -> str:
         inputs = _features(subject, (0, num_layers, num_layers + 1))[:, :, 0]
     except Skipped:
         return f"{report}; the embedding is not compared"
-    embedded = _rows(tables.embedding, text)
+    embedded = _numbers(tables.embedding)[text]
     factor, deviation = _scale_to(embedded, inputs)
     times = f"{factor:.4g} times the embedding"
     if deviation > tolerance:
@@ -711,18 +710,10 @@ def lends_tables(subject: Subject) -> str:
     return f"{report}; the input of layer 0 is {times}, off by {deviation:.0e}"
 
 
-def _times(rows: Any, matrix: Any) -> np.ndarray:
-    """Returns a product; that of quantised kernels may round the rows, too."""
-    if isinstance(matrix, QuantisedKernel):
-        return np.asarray(layers.product(rows, matrix, layers.FLOAT32), np.float64)
-    return np.asarray(rows, np.float64) @ np.asarray(matrix, np.float64)
-
-
-def _rows(table: Any, tokens: Any) -> np.ndarray:
-    """Returns rows of a table."""
+def _numbers(table: Any) -> np.ndarray:
     if isinstance(table, QuantisedKernel):
-        return np.asarray(layers.embed(table, jnp.asarray(tokens), layers.FLOAT32), np.float64)
-    return np.asarray(table, np.float64)[tokens]
+        table = table.dense(jnp.float32)
+    return np.asarray(table, np.float64)
 
 
 def _require_shape(name: str, table: Any, shape: tuple[int, ...]) -> None:
