@@ -44,6 +44,7 @@ from eagle3_jax.bench.contenders import Contender, DecoderContender, Run, Tokens
 from eagle3_jax.bench.run import measure
 from eagle3_jax.bench.transformers import TransformersContender
 from eagle3_jax.conversion import convert
+from eagle3_jax.devices.compilation import keep_compiled_programs
 from eagle3_jax.drafters import NGram, Suffix
 from eagle3_jax.engine.engine import Engine
 from eagle3_jax.files.sources import bundled, locate
@@ -315,6 +316,7 @@ def speed(options: Options) -> Lines:
     llama.cpp run in processes of their own on as many cores. Engines that do not take such a batch
     or temperature, or whose interpreter is not given, are named as not measured.
     """
+    keep_compiled_programs(None)
     prompts = recorded_prompts(options.max_prompts)
     tasks = [task for task, _ in prompts]
     with contextlib.ExitStack() as closing:
