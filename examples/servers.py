@@ -95,10 +95,10 @@ def vllm_engines(python: Path, target: Path) -> dict[str, Engine]:
     ]  # fmt: skip
     draft = {"method": "eagle3", "model": str(bundled("smollm2")), "num_speculative_tokens": 3}
     drafting = [*command, "--speculative-config", json.dumps(draft)]
-    alone = environment_of(threads=1)
+    variables = environment_of(threads=1)
     return {
-        "vLLM, plain": Engine(command, environment=alone),
-        "vLLM, EAGLE-3, chain of 3": Engine(drafting, environment=alone),
+        "vLLM, plain": Engine(command, environment=variables),
+        "vLLM, EAGLE-3, chain of 3": Engine(drafting, environment=variables),
     }
 
 
@@ -163,13 +163,13 @@ def measure(load: Load, folder: Path, options: argparse.Namespace) -> list[dict[
     prompts = folder / "prompts.json"
     pairs = [[{"value": text}, {"value": ""}] for text in texts(load, count)]
     prompts.write_text(json.dumps([{"conversations": pair} for pair in pairs]))
-    asked = [
+    command_options = [
         "--model", str(folder / "target"), "--dataset-name", "sharegpt",
         "--dataset-path", str(prompts), "--disable-shuffle", "--no-oversample",
         "--sharegpt-output-len", str(options.new_tokens), "--num-prompts", str(count),
         "--num-warmups", str(load.users),
     ]  # fmt: skip
-    asked += (
+    command_options += (
         ["--request-rate", str(load.per_second)]
         if load.per_second
         else ["--max-concurrency", str(load.users)]
@@ -184,7 +184,7 @@ def measure(load: Load, folder: Path, options: argparse.Namespace) -> list[dict[
         for _ in range(options.repeats):
             for name, url in urls.items():
                 served = ["--served-model-name", "smollm2"] if name in bases else []
-                runs[name].append(bench_serve(options.vllm_python, url, *asked, *served))
+                runs[name].append(bench_serve(options.vllm_python, url, *command_options, *served))
                 assert runs[name][-1]["completed"] == count, runs[name][-1]["errors"]
 
     return [row_of(load, name, runs, bases.get(name, "vLLM, plain")) for name in runs]

@@ -178,7 +178,7 @@ def folders_of(name: str) -> tuple[str, ...]:
     if "/" in name:
         return (name.rstrip("/"),)
     rooms = {name}
-    while more := {other for room in rooms for other in imported_by(room)} - rooms:
+    while more := {below for room in rooms for below in imported_by(room)} - rooms:
         rooms |= more
     return tuple(sorted(path for room in rooms for path in paths_of(room)))
 
@@ -332,11 +332,11 @@ def main() -> int:
     if options.run:
         if git("status", "--porcelain"):
             parser.error("files differ from the commit, of which the records would be; commit them")
-        wanted = chosen if options.again else old
-        measured = [record for record in wanted if measure(record)]
+        to_measure = chosen if options.again else old
+        measured = [record for record in to_measure if measure(record)]
         for record in measured:
             adopt(record)
-        return int(len(measured) < len(wanted))
+        return int(len(measured) < len(to_measure))
 
     faults = [] if options.names else [*faults_of_the_changelog(), *faults_of_the_night()]
     for fault in faults:

@@ -66,9 +66,10 @@ class Benchmark:
         about = record(self.name)["about"]
         report = self.report
         temperature = record(self.name).get("temperature")
-        how = f"at temperature {temperature:g}" if temperature else "greedy"
+        decoding = f"at temperature {temperature:g}" if temperature else "greedy"
         size = (
-            f"{report['num_prompts']} {self.prompts}, {report['max_new_tokens']} tokens each, {how}"
+            f"{report['num_prompts']} {self.prompts}, {report['max_new_tokens']} tokens each,"
+            f" {decoding}"
         )
         return (
             f"{version(about)}, {cores(about)}, jax {about['versions']['jax']}, {size}, batch"

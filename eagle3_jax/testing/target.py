@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from eagle3_jax.cache import Cache, LayerCache
 from eagle3_jax.checks import check_returned, check_rows, check_same
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
-from eagle3_jax.models.quantised import QuantisedKernel
+from eagle3_jax.models.quantised import GroupedKernel, Int8Kernel
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.testing.report import (
     PROTOCOL,
@@ -711,7 +711,7 @@ def lends_tables(subject: Subject) -> str:
 
 
 def _numbers(table: Any) -> np.ndarray:
-    if isinstance(table, QuantisedKernel):
+    if isinstance(table, GroupedKernel | Int8Kernel):
         table = table.dense(jnp.float32)
     return np.asarray(table, np.float64)
 

@@ -57,14 +57,14 @@ def reasons(repository: Path) -> Callable[..., list[str]]:
     """Why a record of the first commit is old after files have changed."""
     first = release.git("rev-parse", "HEAD")
 
-    def call(files: dict[str, str], *, of: str = first, dirty: bool = False) -> list[str]:
-        about = {"versions": {"eagle3_jax": "1.0"}, "git": {"commit": of, "dirty": dirty}}
+    def call(files: dict[str, str], *, commit_of: str = first, dirty: bool = False) -> list[str]:
+        about = {"versions": {"eagle3_jax": "1.0"}, "git": {"commit": commit_of, "dirty": dirty}}
         value = {"rows": [{"environment": about | {"date": "2026-01-02T03:04"}}]}
         commit(repository, files | {"record.json": json.dumps(value)})
         record = release.Record(
             name="r", about="", files=["record.json"], command="", code=["measured"]
         )
-        assert record.stamps == [release.Stamp("2026-01-02", "1.0", of, dirty)]
+        assert record.stamps == [release.Stamp("2026-01-02", "1.0", commit_of, dirty)]
         return record.changes()
 
     return call
@@ -101,7 +101,7 @@ def test_a_statement_that_a_record_depends_on_makes_it_old(
 
 
 def test_a_record_of_an_unknown_or_changed_tree_is_old(reasons: Callable[..., list[str]]) -> None:
-    assert reasons({}, of="0" * 40) == ["0000000000 is not in the history"]
+    assert reasons({}, commit_of="0" * 40) == ["0000000000 is not in the history"]
     assert "had uncommitted changes" in reasons({}, dirty=True)[0]
 
 

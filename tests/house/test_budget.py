@@ -1,7 +1,8 @@
 """The code stays readable: limits on its size, and on what a statement holds.
 
 They fall with every change, except one that adds a capability, as the server, certificates, the
-oracle, the files of what is downloaded most, the page that computes and rollouts (0.5) did.
+oracle, the files of what is downloaded most, the page that computes, rollouts and the check of a
+release (0.5) did.
 
 The weight of a statement is its number of expression nodes, without annotations. So neither line
 lengths nor types change it, and splitting a statement hardly changes the total. A packing assigns
@@ -53,10 +54,10 @@ LIMITS = {
     "eagle3_jax": Counts(86_980, 8, 0, 0),
     "conversion": Counts(24_720, 7, 0, 0),
     "validation": Counts(23_420, 8, 0, 0),
-    "tests": Counts(113_040, 9, 0, 0),
+    "tests": Counts(113_320, 9, 0, 0),
     "notebooks": Counts(14_340, 9, 0, 0),
-    "examples": Counts(16_350, 8, 0, 0),
-    "docs": Counts(9_440, 10, 0, 0),
+    "examples": Counts(16_370, 8, 0, 0),
+    "docs": Counts(9_860, 10, 0, 0),
 }
 
 
