@@ -6,8 +6,8 @@
 
 ``records.toml`` names every record with the packages that it depends on and the command that
 repeats it. A record is current if no file of these packages, or of what they import, has other
-statements than at the record's commit; comments, docstrings and the number of the version do not
-count. Records of a GPU stay as they are until there is one, and pages name their version.
+statements than at the record's commit; words, types and the number of the version do not count.
+Records of a GPU stay as they are until there is one, and pages name their version.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def imported_by(room: str) -> frozenset[str]:
 
 @functools.cache
 def statements_at(commit: str, name: str) -> str:
-    """Returns the statements of a file without docstrings and version; empty where it is not."""
+    """Returns the statements of a file without words and types; empty where it is not."""
     if name.endswith(".md"):
         return ""
     try:
@@ -226,6 +226,9 @@ def statements_at(commit: str, name: str) -> str:
         body = getattr(node, "body", None)
         if isinstance(body, list):
             body[:] = [part for part in body if not is_prose(part)]
+        for name in ("annotation", "returns"):
+            if hasattr(node, name):
+                setattr(node, name, ast.Constant(None))
     return ast.dump(tree)
 
 

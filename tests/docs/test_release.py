@@ -76,7 +76,7 @@ def reasons(repository: Path) -> Callable[..., list[str]]:
         {},
         {"eagle3_jax/other.py": "NUMBER = 2\n"},
         {"eagle3_jax/measured/run.py": "from eagle3_jax import below\n\nNUMBER = 1  # a word\n"},
-        {"eagle3_jax/below.py": 'def value():\n    """A word."""\n    return 1\n'},
+        {"eagle3_jax/below.py": 'def value() -> int:\n    """A word."""\n    return 1\n'},
     ],
 )
 def test_other_packages_and_words_leave_a_record_current(
