@@ -78,11 +78,11 @@ validation: $(VENV)/.installed-validation$(GPU_ASKED)
 
 # What a round becomes on an accelerator that is not here: level AOT of the validation, minutes of two cores. The compilers
 # of PLATFORMS are outside every environment, so that no other program finds them.
-AOT_FLAGS ?= --aot cuda:h200
+AOT_FLAGS ?= --complete --aot cuda:h200
 PLATFORMS ?= cuda:h200
 
 aot: aot-platforms
-	$(VENV)/bin/python -m pytest validation/test_aot.py --level AOT --complete $(AOT_FLAGS)
+	$(VENV)/bin/python -m pytest validation/test_aot.py --level AOT $(AOT_FLAGS)
 
 aot-platforms: $(VENV)/.installed-validation
 	for platform in $(PLATFORMS); do \
