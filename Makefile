@@ -29,7 +29,7 @@ test: $(VENV)/.installed-$(EXTRA)
 	$(VENV)/bin/python -m pytest -m "$(MARKS)" $(TESTS) $(PYTEST_FLAGS)
 
 # What takes too long for every commit, two parts at a time: slow tests and every family, injected bugs, long sampling
-# runs, long fuzzing, the complete validation and the programs ahead of time: hours. PARTS="AOT fuzzing" runs these. The
+# runs, long fuzzing, the complete validation and the programs ahead of time: hours. PARTS="bugs fuzzing" runs these. The
 # result is tests/nightly/result.json, which is committed.
 nightly: PLATFORMS = cuda:h200 tpu:v6e:1x1
 nightly: $(VENV)/.installed-validation vllm aot-platforms

@@ -96,10 +96,10 @@ def vllm_engines(folder: Path) -> dict[str, Engine]:
         "vllm-ngram": vllm(
             smollm2, {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
         ),
-        "vllm-draft-model": vllm(smollm2, {"method": "draft_model", "model": str(smollm2)}),
         "vllm-suffix": vllm(
             smollm2, {"method": "suffix"}, PYTHONPATH=str(CACHE / "arctic-inference-0.1.1")
         ),
+        "vllm-draft-model": tiny("draft_model"),
         "vllm-mtp": tiny("mtp_3"),
         "vllm-medusa": tiny("medusa"),
         "vllm-eagle": tiny("eagle"),

@@ -1,7 +1,7 @@
 """The record of the validation in docs/validation.md, out of the JSON of one complete run.
 
-    pytest validation --complete --every-family --aot cuda:h200 --report-dir DIR
-    cp DIR/report.json validation/results/cpu-amd-epyc-2-cores.json
+    FAMILIES=all make nightly      # its part "validation"
+    cp build/nightly/validation/report.json validation/results/cpu-amd-epyc-2-cores.json
     python docs/recorded/write_tables.py
 
 A test fails if the record lacks a check of today's source.

@@ -62,7 +62,7 @@ def reasons(repository: Path) -> Callable[..., list[str]]:
         value = {"rows": [{"environment": about | {"date": "2026-01-02T03:04"}}]}
         commit(repository, files | {"record.json": json.dumps(value)})
         record = release.Record(
-            name="r", about="", files=["record.json"], command="", code=["measured"]
+            name="r", about="", files=["record.json"], command="", code=["measured", "validation/"]
         )
         assert record.stamps == [release.Stamp("2026-01-02", "1.0", commit_of, dirty)]
         return record.changes()
@@ -75,6 +75,7 @@ def reasons(repository: Path) -> Callable[..., list[str]]:
     [
         {},
         {"eagle3_jax/other.py": "NUMBER = 2\n"},
+        {"validation/results/record.json": "{}"},
         {"eagle3_jax/measured/run.py": "from eagle3_jax import below\n\nNUMBER = 1  # a word\n"},
         {"eagle3_jax/below.py": 'def value() -> int:\n    """A word."""\n    return 1\n'},
     ],

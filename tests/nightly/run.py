@@ -2,7 +2,7 @@
 
 Each part is one run of pytest, and two parts run at a time, because compilation uses one core. The
 result of a part is written when it ends, with the commit that it is of; `python
-tests/nightly/run.py AOT` runs this part again and keeps the results of the others. Ctrl-C ends the
+tests/nightly/run.py bugs` runs this part again and keeps the results of the others. Ctrl-C ends the
 parts that run, and leaves their results as they were. A night takes every third family of targets;
 `FAMILIES=all` takes all.
 """
@@ -52,14 +52,13 @@ VALIDATED = (
 FILES = sorted(str(path) for path in TESTS.glob("test_*.py") if path.name not in VALIDATED)
 # The longest first. Fuzzing tries 25 times as many damaged files as in `.ci/run`.
 PARTS = {
-    "validation": f"validation --complete{EVERY_FAMILY} --report-dir {BUILD / 'validation'}",
+    "validation": (
+        f"validation --complete{EVERY_FAMILY} --aot cuda:h200 --aot tpu:v6e:1x1"
+        f" --report-dir {BUILD / 'validation'}"
+    ),
     "slow-core": f"-m slow {tests_of(CORE)} {' '.join(FILES)} --ignore {TESTS / VALIDATED[-1]}",
     "slow-ring": f"-m slow {tests_of(RING)}",
     "contracts": f"-m slow {TESTS / 'testing'}",
-    "AOT": (
-        "validation/test_aot.py --level AOT --complete --aot cuda:h200 --aot tpu:v6e:1x1"
-        f" --report-dir {BUILD / 'AOT'}"
-    ),
     "bugs": "tests/nightly/test_mutants.py",
     "fuzzing": "tests/conversion/test_fuzz_files.py tests/nightly/test_fuzz_configs.py",
     "tunix": "tests/tunix",
