@@ -354,7 +354,7 @@ def count_one_place_more(count, self, draft, verdict, active):
 
 def leave_no_room(call, self, *arguments):
     nodes = self.loop.drafter.num_nodes
-    with swapped(decode._round_up, lambda round_up, size: round_up(size - nodes)):
+    with swapped(decode._round_up, lambda round_up, size, *more: round_up(size - nodes, *more)):
         return call(self, *arguments)
 
 
