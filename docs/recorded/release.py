@@ -282,8 +282,9 @@ def faults_of_the_night() -> list[str]:
 
 def line_of(record: Record, reasons: list[str]) -> str:
     """Returns the line of a record in the checklist."""
-    waits = record.machine == "gpu"
-    mark = "waits for a GPU" if reasons and waits else "OLD" if reasons else "current"
+    mark = "current"
+    if reasons:
+        mark = "waits for a GPU" if record.machine == "gpu" else "OLD"
     newest = "".join(f"{stamp.version} {stamp.commit[:10]}" for stamp in record.stamps[-1:])
     time_needed = f"  ({record.minutes} minutes)" if mark == "OLD" else ""
     return f"{mark:15} {record.name:22} {newest:17} {'; '.join(reasons)}{time_needed}"
