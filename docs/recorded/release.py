@@ -6,7 +6,8 @@
 
 ``records.toml`` names every record with the packages that it depends on and the command that
 repeats it. A record is current if no file of these packages, or of what they import, has other
-statements than at the record's commit; words, types and the number of the version do not count.
+statements than at the record's commit; words, types of functions and the number of the version do
+not count.
 Records of a GPU stay as they are until there is one, and pages name their version.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import fnmatch
 import functools
 import json
 import os
@@ -122,6 +124,12 @@ def records() -> list[Record]:
     return [Record(**entry) for entry in tomllib.loads(text)["record"]]
 
 
+@functools.cache
+def files_of_records() -> list[str]:
+    """Returns the patterns of all committed records, which are no code."""
+    return [pattern for record in records() for pattern in record.files]
+
+
 def stamps_in(value: Any) -> Iterator[Stamp]:
     """Yields the stamps in a record: of an environment, or in fields of its own."""
     if isinstance(value, list):
@@ -167,7 +175,7 @@ def parts_since(commit: str, *code: str) -> set[str]:
         for name in git("diff", "--name-only", commit, "HEAD").splitlines()
         for folder in folders
         if name == folder or name.startswith(f"{folder}/")
-        if not name.startswith("validation/results/")  # records, no code
+        if not any(fnmatch.fnmatch(name, pattern) for pattern in files_of_records())
         if not name.endswith((".py", ".md"))
         or statements_at(commit, name) != statements_at("HEAD", name)
     }
@@ -216,7 +224,7 @@ def imported_by(room: str) -> frozenset[str]:
 
 @functools.cache
 def statements_at(commit: str, name: str) -> str:
-    """Returns the statements of a file without words and types; empty where it is not."""
+    """Returns the statements of a file without words and types of functions; empty if it is not."""
     if name.endswith(".md"):
         return ""
     try:
@@ -227,9 +235,11 @@ def statements_at(commit: str, name: str) -> str:
         body = getattr(node, "body", None)
         if isinstance(body, list):
             body[:] = [part for part in body if not is_prose(part)]
-        for name in ("annotation", "returns"):
-            if hasattr(node, name):
-                setattr(node, name, ast.Constant(None))
+        # Types of arguments are words, those of fields are not: a class may be made of them.
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        if isinstance(node, ast.FunctionDef):
+            node.returns = None
     return ast.dump(tree)
 
 

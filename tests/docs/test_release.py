@@ -11,9 +11,10 @@ import pytest
 import release
 
 FILES = {
-    "eagle3_jax/measured/run.py": '"""Prose."""\nfrom eagle3_jax import below\n\nNUMBER = 1\n',
+    "eagle3_jax/measured/run.py": '"""Prose."""\nfrom eagle3_jax import below, fields\n\nNUMBER = 1\n',
     "eagle3_jax/below.py": "def value():\n    return 1\n",
     "eagle3_jax/other.py": "NUMBER = 1\n",
+    "eagle3_jax/fields.py": "class Fields:\n    size: int\n",
     "eagle3_jax/measured/weights.bin": "1",
 }
 
@@ -75,8 +76,10 @@ def reasons(repository: Path) -> Callable[..., list[str]]:
     [
         {},
         {"eagle3_jax/other.py": "NUMBER = 2\n"},
-        {"validation/results/record.json": "{}"},
-        {"eagle3_jax/measured/run.py": "from eagle3_jax import below\n\nNUMBER = 1  # a word\n"},
+        {"validation/results/host-memory.json": "{}"},
+        {
+            "eagle3_jax/measured/run.py": "from eagle3_jax import below, fields\n\nNUMBER = 1  # a word\n"
+        },
         {"eagle3_jax/below.py": 'def value() -> int:\n    """A word."""\n    return 1\n'},
     ],
 )
@@ -91,6 +94,8 @@ def test_other_packages_and_words_leave_a_record_current(
     [
         ({"eagle3_jax/measured/run.py": "NUMBER = 2\n"}, "measured changed"),
         ({"eagle3_jax/below.py": "def value():\n    return 2\n"}, "below changed"),
+        ({"eagle3_jax/fields.py": "class Fields:\n    size: float\n"}, "fields changed"),
+        ({"validation/results/aot.json": "{}"}, "validation changed"),
         ({"eagle3_jax/measured/more.py": "NUMBER = 2\n"}, "measured changed"),
         ({"eagle3_jax/measured/weights.bin": "2"}, "measured changed"),
     ],
