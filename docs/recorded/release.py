@@ -126,7 +126,7 @@ def records() -> list[Record]:
 
 @functools.cache
 def files_of_records() -> list[str]:
-    """Returns the patterns of all committed records, which are no code."""
+    """Returns the patterns of all committed records, which are not code."""
     return [pattern for record in records() for pattern in record.files]
 
 
@@ -238,7 +238,7 @@ def statements_at(commit: str, name: str) -> str:
         # Types of arguments are words, those of fields are not: a class may be made of them.
         if isinstance(node, ast.arg):
             node.annotation = None
-        if isinstance(node, ast.FunctionDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             node.returns = None
     return ast.dump(tree)
 

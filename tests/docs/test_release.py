@@ -12,7 +12,7 @@ import release
 
 FILES = {
     "eagle3_jax/measured/run.py": '"""Prose."""\nfrom eagle3_jax import below, fields\n\nNUMBER = 1\n',
-    "eagle3_jax/below.py": "def value():\n    return 1\n",
+    "eagle3_jax/below.py": "async def value():\n    return 1\n",
     "eagle3_jax/other.py": "NUMBER = 1\n",
     "eagle3_jax/fields.py": "class Fields:\n    size: int\n",
     "eagle3_jax/measured/weights.bin": "1",
@@ -80,7 +80,7 @@ def reasons(repository: Path) -> Callable[..., list[str]]:
         {
             "eagle3_jax/measured/run.py": "from eagle3_jax import below, fields\n\nNUMBER = 1  # a word\n"
         },
-        {"eagle3_jax/below.py": 'def value() -> int:\n    """A word."""\n    return 1\n'},
+        {"eagle3_jax/below.py": 'async def value() -> int:\n    """A word."""\n    return 1\n'},
     ],
 )
 def test_other_packages_and_words_leave_a_record_current(
@@ -93,7 +93,7 @@ def test_other_packages_and_words_leave_a_record_current(
     ("change", "reason"),
     [
         ({"eagle3_jax/measured/run.py": "NUMBER = 2\n"}, "measured changed"),
-        ({"eagle3_jax/below.py": "def value():\n    return 2\n"}, "below changed"),
+        ({"eagle3_jax/below.py": "async def value():\n    return 2\n"}, "below changed"),
         ({"eagle3_jax/fields.py": "class Fields:\n    size: float\n"}, "fields changed"),
         ({"validation/results/aot.json": "{}"}, "validation changed"),
         ({"eagle3_jax/measured/more.py": "NUMBER = 2\n"}, "measured changed"),
