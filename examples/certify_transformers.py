@@ -128,6 +128,10 @@ def sampler(way: str, target: Any, drafter: Path | None) -> Generate:
                 drafts_at_once=True,
             )
         case "mtp":
+            # transformers knows the layers that draft by their numbers in published models.
+            first = target.config.get_text_config().num_hidden_layers
+            known = target._keys_to_ignore_on_load_unexpected
+            target._keys_to_ignore_on_load_unexpected = [*known, rf"model\.layers\.{first}\..*"]
             return Generate(target, {"use_mtp": True}, drafts_at_once=False)
 
         case "dflash":
