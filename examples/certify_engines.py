@@ -210,7 +210,7 @@ def launched(engine: Engine, log: Path) -> Iterator[str]:
 
 
 def main() -> int:
-    """Judges the servers that have no certificate yet; returns 1 if one has none then."""
+    """Judges the servers that have no certificate yet; returns 1 if one could not be judged."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

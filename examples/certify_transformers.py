@@ -129,9 +129,12 @@ def sampler(way: str, target: Any, drafter: Path | None) -> Generate:
             )
         case "mtp":
             # transformers knows the layers that draft by their numbers in published models.
-            first = target.config.get_text_config().num_hidden_layers
-            known = target._keys_to_ignore_on_load_unexpected
-            target._keys_to_ignore_on_load_unexpected = [*known, rf"model\.layers\.{first}\..*"]
+            config = target.config.get_text_config()
+            first = config.num_hidden_layers
+            target._keys_to_ignore_on_load_unexpected = [
+                *(target._keys_to_ignore_on_load_unexpected or ()),
+                *(rf"model\.layers\.{first + k}\." for k in range(config.num_mtp_layers)),
+            ]
             return Generate(target, {"use_mtp": True}, drafts_at_once=False)
 
         case "dflash":
