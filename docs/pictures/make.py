@@ -194,8 +194,12 @@ def _draft_length() -> Figure:
     lengths = [row["num_draft_steps"] for row in rows]
     figure, axes = plt.subplots(figsize=(7.2, 3.4))
 
+    costs = rows[lengths.index(3)]
     for alpha in (0.5, 0.7, 0.9):
-        curve = [tau_from_conditional_rate(alpha, k) / (1.2 + k * 0.056) for k in range(1, 9)]
+        curve = [
+            tau_from_conditional_rate(alpha, k) / (costs["verify_cost"] + k * costs["draft_cost"])
+            for k in range(1, 9)
+        ]
         axes.plot(range(1, 9), curve, color=GREY, linewidth=1)
         axes.text(8.1, curve[-1], f"α = {alpha}", va="center", fontsize=8)
 
@@ -214,7 +218,7 @@ def _draft_length() -> Figure:
     axes.axhline(1, color=INK, linewidth=0.8, linestyle="--")
     axes.set(
         xlim=(0.7, 9),
-        xlabel="draft length K (grey curves: v = 1.2, c = 0.056)",
+        xlabel="draft length K (grey curves: v and c of K=3)",
         ylabel="speed-up S",
     )
     axes.legend(loc="upper left", fontsize=8)

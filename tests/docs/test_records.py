@@ -62,7 +62,7 @@ def test_the_readme_quotes_the_h100() -> None:
 
     check_quoted(
         "README.md",
-        f"On one {gpu.RECORD['device']} in bfloat16",
+        f"With version {gpu.RECORD['version']}, on one {gpu.RECORD['device']} in bfloat16",
         f"with K=5 writes {chain['decode_tokens_per_second']['median']:,.0f} tokens/s",
         f"{chain['ratio']['median']:.2f} times plain decoding",
         f"a round of K=5 takes {plain_steps['chain']:.2f} plain steps",
@@ -215,6 +215,17 @@ def test_the_gain_of_sampled_drafts_is_its_record() -> None:
     )
     for name in ("docs/command_line.md", "docs/choosing.md"):
         check_quoted(name, f"from {likeliest:.2f} to {sampled:.2f}")
+
+
+def test_the_numbers_quote_llama_cpp() -> None:
+    ratios = {name: row["ratio"]["median"] for name, row in speeds.CHAT.rows.items()}
+    llama_cpp = ratios["llama.cpp, weights of the file"]
+    check_quoted(
+        "docs/numbers.md",
+        f"{llama_cpp:.1f} times our plain decoding on the weights of the file",
+        f"{llama_cpp / ratios['ngram+chain K=3']:.1f} times our fastest speculation",
+        f"In float32 it is {ratios['llama.cpp, float32']:.2f} times as fast",
+    )
 
 
 def test_choosing_quotes_its_records() -> None:
@@ -373,4 +384,4 @@ def test_pages_install_from_a_checkout() -> None:
         # The site is built in these.
         if not {"_build", "repository"} & {*path.parts}:
             text = path.read_text(encoding="utf-8")
-            assert re.findall(r"pip install[^`#]*?\beagle3-jax\b", text) == [], path
+            assert re.findall(r"pip install[^`#\n]*?\beagle3-jax\b", text) == [], path
