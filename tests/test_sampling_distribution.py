@@ -19,6 +19,7 @@ import oracle
 import pytest
 import tiny
 from sampled_texts import ALPHA, DRAFTERS, HORIZON, TARGET, chi_square, logits_after
+from test_long_distribution import check_long_distribution
 
 from eagle3_jax import loop as loops
 from eagle3_jax.decode import SpeculativeDecoder
@@ -79,6 +80,13 @@ def test_sequences_follow_the_target_distribution_with(name: str) -> None:
 
 def test_sequences_that_end_at_a_stop_token_follow_the_target_distribution() -> None:
     check_sampling_distribution("an EAGLE-3 dynamic tree", runs=10, stops=(3,))
+
+
+@pytest.mark.parametrize("name", ["a chain of sampled tokens", "a static tree of sampled tokens"])
+def test_tokens_of_long_texts_follow_their_distributions_with(name: str) -> None:
+    """Draws that depend on each other: one run of those that a night repeats."""
+    fluctuations = check_long_distribution(name, rows=2048, runs=1)
+    assert fluctuations["all together"].sees(ALPHA) < 0.031
 
 
 def test_rows_do_not_repeat_each_others_randomness() -> None:
