@@ -61,7 +61,7 @@ class Benchmark:
         """Rows by their names in the record."""
         return {row["name"]: row for row in self.report["rows"]}
 
-    def origin(self) -> str:
+    def run(self) -> str:
         """Names version, machine and size."""
         about = record(self.name)["about"]
         report = self.report
@@ -73,8 +73,14 @@ class Benchmark:
         )
         return (
             f"{version(about)}, {cores(about)}, jax {about['versions']['jax']}, {size}, batch"
-            f" {report['batch_size']}.\nMedian and quartiles of the ratio to plain decoding in the"
-            f" same repeat, of {report['repeats']}."
+            f" {report['batch_size']}."
+        )
+
+    def origin(self) -> str:
+        """Names the run, and what a speed-up in it is."""
+        return (
+            f"{self.run()}\nMedian and quartiles of the ratio to plain decoding in the same repeat,"
+            f" of {self.report['repeats']}."
         )
 
     def is_base(self, row: Row) -> bool:
@@ -147,7 +153,8 @@ class Benchmark:
             cells = [f"{task['ratio']['value']:.2f} (τ {tau(task)})" for task in row["tasks"]]
             lines.append([NAMES[row["name"]], *cells])
         columns = ["method", *(TASKS[task["task"]] for task in rows[0]["tasks"])]
-        return f"{table(columns, lines)}\n\n{self.origin()}"
+        means = "Geometric means over the prompts of a task of the ratio to plain decoding."
+        return f"{table(columns, lines)}\n\n{self.run()}\n{means}"
 
 
 PROMPTS = "prompts of MT-bench, HumanEval and GSM8K"
@@ -272,7 +279,5 @@ def batches() -> str:
     for name in BATCHES[0].rows:
         cells = [cell for batch in BATCHES for cell in batch.speed_up(batch.rows[name])]
         lines.append([NAMES[name], tau(BATCHES[0].rows[name]), *cells])
-    return (
-        table(["method", "τ", "batch 4", "quartiles", "batch 8", "quartiles"], lines)
-        + f"\n\n{BATCHES[0].origin()}"
-    )
+    columns = ["method", "τ", "batch 4", "quartiles", "batch 8", "quartiles"]
+    return f"{table(columns, lines)}\n\n{BATCHES[0].origin()}"
