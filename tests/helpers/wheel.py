@@ -120,8 +120,10 @@ def check_contents(wheel: Path, sdist: Path) -> None:
     } <= inside
 
     with tarfile.open(sdist) as archive:
-        top = {Path(name).parts[1] for name in archive.getnames()}
-    promised = set(PROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]) | {
+        unpacked = {name.partition("/")[2] for name in archive.getnames()}
+    assert inside <= unpacked, inside - unpacked
+    top = {Path(name).parts[0] for name in unpacked}
+    promised = set(PROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["only-include"]) | {
         "pyproject.toml",
         "PKG-INFO",
     }
