@@ -49,7 +49,7 @@ class Load(NamedTuple):
 
 
 LOADS = (
-    *(Load(f"{users} at once", users, max(16, 2 * users)) for users in (1, 2, 4, 8, 16)),
+    *(Load(f"{users} at once", users, max(16, 2 * users)) for users in (1, 2, 4, 16)),
     Load("1 request/s", 8, 16, per_second=1.0),
     Load("4 at once, prompts of 256", 4, 16, prompt_tokens=256),
 )
