@@ -141,6 +141,8 @@ def main() -> None:
             if load.name not in measured:
                 rows = measure(load, folder, options)
                 record["rows"] += rows
+                measured.add(load.name)
+                record["to_measure"] = [load.name for load in LOADS if load.name not in measured]
                 write_record(options.output, record)
                 for row in rows:
                     speed = row["tokens_per_second"]["median"]

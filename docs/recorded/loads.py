@@ -45,7 +45,9 @@ def servers(*, long_prompts: bool = False) -> str:
         f" {measured['new_tokens']} tokens a request, times in ms of all requests of"
         f" {measured['repeats']} repeats."
     )
-    return f"{table(columns, rows)}\n\n{run}"
+    if measured["to_measure"]:
+        run = f"{run} Not measured yet: {', '.join(measured['to_measure'])}."
+    return f"{table(columns, rows)}\n\n{run}" if rows else "*Not measured yet.*"
 
 
 def refilled() -> str:

@@ -21,6 +21,7 @@ import functools
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -43,6 +44,7 @@ LIBRARY = "eagle3_jax"
 # tree had other changes.
 BUILD = ROOT / "build" / "records"
 NIGHT = "tests/nightly/result.json"
+NIGHT_RUN = "tests/nightly/run.py"
 SHOWN = 3  # packages in a line
 
 
@@ -106,6 +108,10 @@ class Record:
         reasons = [
             f"{stamp.commit[:10]} had uncommitted changes" for stamp in self.stamps if stamp.dirty
         ]
+        values = [json.loads(path.read_text(encoding="utf-8")) for path in self.paths]
+        dicts = [value for value in values if isinstance(value, dict)]
+        if missing := [name for value in dicts for name in value.get("to_measure", [])]:
+            reasons.append(f"it lacks {', '.join(missing)}")
         commits = {stamp.commit for stamp in self.stamps}
         known = {commit for commit in commits if is_known(commit)}
         if lost := sorted(commits - known):
@@ -283,11 +289,16 @@ def faults_of_the_changelog() -> list[str]:
 
 
 def faults_of_the_night() -> list[str]:
-    """Returns the parts of the night that did not pass."""
-    parts = json.loads((ROOT / NIGHT).read_text(encoding="utf-8"))
-    return [
-        f"{name}: {part['verdict']}" for name, part in parts.items() if part["verdict"] != "pass"
-    ]
+    """Returns the parts of the night that did not pass with every family, or did not run."""
+    results = json.loads((ROOT / NIGHT).read_text(encoding="utf-8"))
+    faults = []
+    for name in runpy.run_path(str(ROOT / NIGHT_RUN))["PARTS"]:
+        result = results.get(name, {"verdict": "not run"})
+        if result["verdict"] != "pass":
+            faults.append(f"{name}: {result['verdict']}")
+        elif result.get("families") != "all":
+            faults.append(f"{name}: not with FAMILIES=all")
+    return faults
 
 
 def line_of(record: Record, reasons: list[str]) -> str:

@@ -61,8 +61,8 @@ class Benchmark:
         """Rows by their names in the record."""
         return {row["name"]: row for row in self.report["rows"]}
 
-    def run(self) -> str:
-        """Names version, machine and size."""
+    def run(self, batches: str = "") -> str:
+        """Names version, machine and size, and the batch if not ``batches``."""
         about = record(self.name)["about"]
         report = self.report
         temperature = record(self.name).get("temperature")
@@ -72,14 +72,14 @@ class Benchmark:
             f" {decoding}"
         )
         return (
-            f"{version(about)}, {cores(about)}, jax {about['versions']['jax']}, {size}, batch"
-            f" {report['batch_size']}."
+            f"{version(about)}, {cores(about)}, jax {about['versions']['jax']}, {size},"
+            f" {batches or 'batch {}'.format(report['batch_size'])}."
         )
 
-    def origin(self) -> str:
+    def origin(self, batches: str = "") -> str:
         """Names the run, and what a speed-up in it is."""
         return (
-            f"{self.run()}\nMedian and quartiles of the ratio to plain decoding in the same repeat,"
+            f"{self.run(batches)}\nMedian and quartiles of the ratio to plain decoding in the same repeat,"
             f" of {self.report['repeats']}."
         )
 
@@ -153,7 +153,8 @@ class Benchmark:
             cells = [f"{task['ratio']['value']:.2f} (τ {tau(task)})" for task in row["tasks"]]
             lines.append([NAMES[row["name"]], *cells])
         columns = ["method", *(TASKS[task["task"]] for task in rows[0]["tasks"])]
-        means = "Geometric means over the prompts of a task of the ratio to plain decoding."
+        base = NAMES[self.report["baseline"]]
+        means = f"Geometric means over the prompts of a task of the ratio to {base}."
         return f"{table(columns, lines)}\n\n{self.run()}\n{means}"
 
 
@@ -280,5 +281,4 @@ def batches() -> str:
         cells = [cell for batch in BATCHES for cell in batch.speed_up(batch.rows[name])]
         lines.append([NAMES[name], tau(BATCHES[0].rows[name]), *cells])
     columns = ["method", "τ", "batch 4", "quartiles", "batch 8", "quartiles"]
-    origin = BATCHES[0].origin().replace("batch 4", "batches of 4 and 8")
-    return f"{table(columns, lines)}\n\n{origin}"
+    return f"{table(columns, lines)}\n\n{BATCHES[0].origin('batches of 4 and 8')}"

@@ -58,9 +58,11 @@ def reasons(repository: Path) -> Callable[..., list[str]]:
     """Why a record of the first commit is old after files have changed."""
     first = release.git("rev-parse", "HEAD")
 
-    def call(files: dict[str, str], *, commit_of: str = first, dirty: bool = False) -> list[str]:
+    def call(
+        files: dict[str, str], *, commit_of: str = first, dirty: bool = False, **fields: list[str]
+    ) -> list[str]:
         about = {"versions": {"eagle3_jax": "1.0"}, "git": {"commit": commit_of, "dirty": dirty}}
-        value = {"rows": [{"environment": about | {"date": "2026-01-02T03:04"}}]}
+        value = {"rows": [{"environment": about | {"date": "2026-01-02T03:04"}}], **fields}
         commit(repository, files | {"record.json": json.dumps(value)})
         record = release.Record(
             name="r", about="", files=["record.json"], command="", code=["measured", "validation/"]
@@ -109,6 +111,28 @@ def test_a_statement_that_a_record_depends_on_makes_it_old(
 def test_a_record_of_an_unknown_or_changed_tree_is_old(reasons: Callable[..., list[str]]) -> None:
     assert reasons({}, commit_of="0" * 40) == ["0000000000 is not in the history"]
     assert "had uncommitted changes" in reasons({}, dirty=True)[0]
+
+
+def test_a_record_that_lacks_measurements_is_old(reasons: Callable[..., list[str]]) -> None:
+    assert reasons({}, to_measure=["4 at once"]) == ["it lacks 4 at once"]
+
+
+def test_a_night_without_a_part_or_a_family_is_a_fault(repository: Path) -> None:
+    results = {
+        "bugs": {"verdict": "pass", "families": "all"},
+        "fuzzing": {"verdict": "fail", "families": "all"},
+        "contracts": {"verdict": "pass", "families": "of the day"},
+    }
+    files = {
+        release.NIGHT: json.dumps(results),
+        release.NIGHT_RUN: "PARTS = dict.fromkeys(['bugs', 'fuzzing', 'contracts', 'tunix'])",
+    }
+    commit(repository, files)
+    assert release.faults_of_the_night() == [
+        "fuzzing: fail",
+        "contracts: not with FAMILIES=all",
+        "tunix: not run",
+    ]
 
 
 def test_a_record_without_a_file_or_a_commit_is_old(repository: Path) -> None:
