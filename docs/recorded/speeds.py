@@ -79,8 +79,8 @@ class Benchmark:
     def origin(self, batches: str = "") -> str:
         """Names the run, and what a speed-up in it is."""
         return (
-            f"{self.run(batches)}\nMedian and quartiles of the ratio to plain decoding in the same repeat,"
-            f" of {self.report['repeats']}."
+            f"{self.run(batches)}\nMedian and quartiles of the ratio to plain decoding in the same"
+            f" repeat, of {self.report['repeats']}."
         )
 
     def is_base(self, row: Row) -> bool:
