@@ -26,6 +26,7 @@ import inspect
 import itertools
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -690,10 +691,12 @@ def timed_command(command: Sequence[str]) -> Record:
     first = time.monotonic() - begin
     process.stdout.read()
 
-    # wait4 also returns the peak memory of this process.
+    # wait4 also returns the peak memory of the process, which begins with that of this one.
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise ValueError(f"{' '.join(command)} failed")
+    if usage.ru_maxrss <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss:
+        raise ValueError("this process had more memory than the command: measure the start first")
 
     return {
         "first_character_seconds": first,
@@ -808,8 +811,8 @@ def scored_texts(options: Options) -> Record:
 
 
 PARTS: dict[str, Callable[[Options], Record]] = {
+    "start": command_times,  # first, while this process is small
     "rounds": round_costs,
-    "start": command_times,
     "divergence": divergence,
     "texts": scored_texts,
 }

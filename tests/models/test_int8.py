@@ -191,7 +191,7 @@ def test_one_row_of_a_tied_table_converts_no_table_on_cpus() -> None:
 
 @pytest.mark.bits
 @pytest.mark.parametrize("capacity", [64, 128, 256])
-@pytest.mark.parametrize(("rows", "size"), [(1, 3), (1, 5), (2, 1), (6, 1), (4, 4)])
+@pytest.mark.parametrize(("rows", "size"), [(4, 4), (1, 3), (1, 5), (2, 1), (6, 1)])
 def test_logits_have_the_same_bits_alone_in_blocks_and_in_batches(
     rows: int, size: int, capacity: int
 ) -> None:
