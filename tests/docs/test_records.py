@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import certificates
@@ -353,6 +354,12 @@ def test_the_algorithm_quotes_the_run_of_its_pictures() -> None:
     assert (run["tree_added"] == "bonus") == (
         "the target added a bonus token" in page("docs/algorithm.md")
     )
+
+
+def test_the_peak_memory_of_a_command_is_never_that_of_the_process_that_times_it() -> None:
+    timed_command = runpy.run_path(str(ROOT / "examples" / "experiments.py"))["timed_command"]
+    with pytest.raises(ValueError, match="more memory than the command"):
+        timed_command([sys.executable, "-c", "print(1)"])  # it needs 10 MB
 
 
 @pytest.mark.slow
