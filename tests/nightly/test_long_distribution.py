@@ -141,6 +141,10 @@ HEADS: dict[str, tuple[LoadedTarget, Callable[[LoadedTarget], LoadedDrafter]]] =
         FLAX,
         lambda target: tiny.dflash2(target, Chain(3), selector_top_k=3, **SAMPLED),
     ),
+    "a Gemma 4 assistant's chain of sampled tokens": (
+        FLAX,
+        lambda target: tiny.gemma4(target, Chain(3), **SAMPLED),
+    ),
     "a draft model's chain of sampled tokens": (
         FLAX,
         lambda target: tiny.draft_model(target, Chain(3), **SAMPLED),
