@@ -181,8 +181,12 @@ def long_round(subject: Subject) -> Round:
 
 # Calls of the target
 
-_fill = jax.jit(Cache.fill)
-_commit = jax.jit(Cache.commit)
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _update(model: Any, method: Any, cache: Cache, *arguments: Any) -> Cache:
+    """Calls a method. `model` is static, because jit compares caches without their types."""
+    del model
+    return method(cache, *arguments)
 
 
 def empty_cache(subject: Subject, batch: int = ROWS) -> Cache:
@@ -250,7 +254,8 @@ def prefill(
     positions = np.broadcast_to(np.arange(size, dtype=np.int32), tokens.shape)
     real = jnp.asarray(length, jnp.int32)
     output, logits = forward(subject, tokens, positions, causal_mask(size), None, real, aux_layers)
-    return output, logits, _fill(empty_cache(subject, len(tokens)), output.written, real)
+    empty = empty_cache(subject, len(tokens))
+    return output, logits, _update(subject.part, Cache.fill, empty, output.written, real)
 
 
 def feed_block(
@@ -286,7 +291,8 @@ def run_round(subject: Subject, inputs: Round) -> RoundLogits:
 
     parents = None if inputs.nodes is None else inputs.parents
     output, block_logits = feed_block(subject, cache, inputs.draft, parents)
-    cache = _commit(cache, output.written, jnp.asarray(inputs.count, jnp.int32), inputs.nodes)
+    count = jnp.asarray(inputs.count, jnp.int32)
+    cache = _update(subject.part, Cache.commit, cache, output.written, count, inputs.nodes)
     _require_length(
         cache, inputs.length + inputs.count, f"committing {inputs.count.tolist()} tokens"
     )
@@ -522,7 +528,8 @@ def keeps_shapes(subject: Subject) -> str:
     check_same(empty, cache, "init_cache gave cache", "and a prefill made it")
     for nodes, parents, name in ((PATHS, PARENTS, "a path"), (None, None, "in order")):
         block, _ = feed_block(subject, cache, text, parents)
-        committed = _commit(cache, block.written, jnp.array(COUNTS[0], jnp.int32), nodes)
+        count = jnp.array(COUNTS[0], jnp.int32)
+        committed = _update(subject.part, Cache.commit, cache, block.written, count, nodes)
         check_same(empty, committed, "init_cache gave cache", f"and committing {name} made it")
 
     kinds = ", ".join(type(layer).__name__ for layer in empty.layers)
