@@ -239,9 +239,6 @@ def trial(vllm: Process, family: Family, directory: Path) -> Trial:
         for name, decoder in decoders.items()
     }
 
-    # A new process: engines loaded after one with n-grams were seen to write other texts, plain
-    # ones too.
-    vllm.rest()
     engine = vllm.engine(options)
     plain_text = engine.generate(prompts, max_new_tokens=NEW_TOKENS)
     judged = [

@@ -75,8 +75,6 @@ def test_simulated_speed_next_to_vllm(
         eager=not on_gpu,
     )
 
-    # A process without engines before this one.
-    vllm_process.rest()  # a process without engines before this one
     ours = chain(pair, dtype, length, dice)
     name = f"vLLM K={length}, dummy weights" if length else "vLLM plain, dummy weights"
     theirs = VLLMContender(name, dtype, vllm_process.engine(options))

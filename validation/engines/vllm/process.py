@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle3_jax.measure.memory import is_out_of_memory
 from validation.engines.vllm.bridge import (
     Completion,
     EngineOptions,
@@ -84,7 +83,7 @@ class Process:
         self._python = Path(python).expanduser()
         self._environment = environment_of(threads) | ALONE | (environment or {})
         self._memory_share = memory_share
-        self._first_runner = self._loaded = self._resting = False
+        self._first_runner = self._used = self._resting = False
         self._start()
         self.versions: dict[str, str] = self.call("versions")
         if self.versions["vllm"] == "unknown":
@@ -92,7 +91,11 @@ class Process:
             raise VLLMError(f"{python} has no vLLM; build an environment with `make vllm`")
 
     def engine(self, options: EngineOptions, *, propose: Propose | None = None) -> ProcessEngine:
-        """Load an engine; the one loaded before is dropped.
+        """Load an engine in a process of its own; the one loaded before is dropped.
+
+        Two engines in turn in one process are not independent: vLLM 0.32 on a CPU keeps prepared
+        matrix products by their shapes, and was seen to write other texts after an engine with
+        n-grams. On a GPU an engine that was dropped may leave memory behind.
 
         Args:
             options: See :class:`EngineOptions`.
@@ -113,7 +116,7 @@ class Process:
 
         on_gpu = self.versions["device"] != "cpu"
         first_runner = on_gpu and (options.first_runner or propose is not None)
-        if first_runner != self._first_runner:  # vLLM reads this once
+        if self._used or first_runner != self._first_runner:  # vLLM reads the latter once
             self.rest()
             self._first_runner = first_runner
 
@@ -133,16 +136,8 @@ class Process:
             "logprobs_mode": "raw_logprobs" if options.log_probabilities else "raw_logits",
         }
 
-        try:
-            self.call("load", **arguments)
-        except VLLMError as error:
-            # An engine that was dropped may leave memory behind; a process that has ended does not.
-            if not self._loaded or not is_out_of_memory(error):
-                raise
-            self.rest()
-            self.call("load", **arguments)
-
-        self._loaded = True
+        self._used = True
+        self.call("load", **arguments)
         return ProcessEngine(self, options, propose)
 
     def rest(self) -> None:
@@ -195,7 +190,7 @@ class Process:
                 f"{self._python} could not be started ({error.strerror}); give the Python of a vLLM"
                 " environment"
             ) from None
-        self._resting = self._loaded = False
+        self._resting = self._used = False
 
     def _send(self, message: dict[str, Any]) -> None:
         try:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
@@ -88,7 +87,7 @@ def stand_in_for_torchvision() -> None:
 
 
 class Worker:
-    """One engine at a time."""
+    """One engine."""
 
     llm: Any = None
 
@@ -108,8 +107,7 @@ class Worker:
         return versions
 
     def load(self, **options: Any) -> dict[str, Any]:
-        """Load an engine and drop the one before."""
-        self.drop()
+        """Load the engine."""
         import torch
         from vllm import LLM
 
@@ -134,25 +132,7 @@ class Worker:
             per_request_spec_decode_metrics="detailed" if options["speculative_config"] else "none",
             **options,
         )
-        if not torch.cuda.is_available():
-            # Done once for the process. A second time it looks through all modules and stumbles
-            # over those of numba.
-            from vllm.platforms import current_platform
-
-            current_platform.register_triton_kernel_overrides = lambda: None
         return {"model": options["model"]}
-
-    def drop(self) -> None:
-        """Free the engine's memory."""
-        if self.llm is None:
-            return
-        import torch
-
-        getattr(self.llm.llm_engine.engine_core, "shutdown", lambda: None)()
-        self.llm = None
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
 
     def generate(
         self,
