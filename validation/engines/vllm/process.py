@@ -143,7 +143,7 @@ class Process:
     def rest(self) -> None:
         """End the process until the next call, so that its memory is free; engines are lost."""
         self.close()
-        self._resting = True
+        self._resting, self._used = True, False
 
     def call(self, name: str, *, propose: Propose | None = None, **arguments: Any) -> Any:
         """One request and its answer.
@@ -190,7 +190,7 @@ class Process:
                 f"{self._python} could not be started ({error.strerror}); give the Python of a vLLM"
                 " environment"
             ) from None
-        self._resting = self._used = False
+        self._resting = False
 
     def _send(self, message: dict[str, Any]) -> None:
         try:
