@@ -116,7 +116,9 @@ class Process:
 
         on_gpu = self.versions["device"] != "cpu"
         first_runner = on_gpu and (options.first_runner or propose is not None)
-        if self._used or first_runner != self._first_runner:  # vLLM reads the latter once
+        if self._used and not on_gpu:
+            self.call("drop")  # another copy of the worker follows
+        elif self._used or first_runner != self._first_runner:  # vLLM reads the latter once
             self.rest()
             self._first_runner = first_runner
 
@@ -143,7 +145,8 @@ class Process:
     def rest(self) -> None:
         """End the process until the next call, so that its memory is free; engines are lost."""
         self.close()
-        self._resting, self._used = True, False
+        self._resting = True
+        self._used = False
 
     def call(self, name: str, *, propose: Propose | None = None, **arguments: Any) -> Any:
         """One request and its answer.

@@ -297,6 +297,26 @@ def _pairs(logprobs: list[dict[int, Any]]) -> list[dict[int, tuple[float, int]]]
     ]
 
 
+def is_left_to_a_copy() -> bool:
+    """On a CPU, leaves an engine to a copy of this process, and returns when the copy has ended.
+
+    The copy has all modules, whose import takes longer than the engine. CUDA allows no copies.
+
+    Returns:
+        Whether this process was copied; false in the copy.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return False
+    from vllm import LLM  # noqa: F401 (before the first copy)
+
+    copy = os.fork()
+    if copy and (code := os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1])):
+        sys.exit(code)
+    return bool(copy)
+
+
 def main() -> None:
     """Answer until the other end closes."""
     # vLLM imports the drafter by name, and this file is running as __main__.
@@ -304,6 +324,11 @@ def main() -> None:
     worker = Worker()
     for line in iter(sys.stdin.readline, ""):
         message = json.loads(line)
+        if message["call"] == "load" and is_left_to_a_copy():
+            continue
+        if message["call"] == "drop":
+            _send({"result": None})
+            os._exit(0)  # nothing that the engine leaves is worth an orderly end
         try:
             result = getattr(worker, message["call"])(**message["arguments"])
             _send({"result": result})
