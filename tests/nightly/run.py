@@ -73,7 +73,8 @@ def run(name: str) -> bool:
     Its verdict, its commit, its tests by outcome and its minutes.
     """
     git = lambda *words: subprocess.check_output(["git", *words], cwd=ROOT, text=True)
-    changes = git("status", "--porcelain", "--untracked-files=no", ":!" + str(RESULT))
+    # git leaves out no absolute path.
+    changes = git("status", "--porcelain", "--untracked-files=no", f":!{RESULT.relative_to(ROOT)}")
     of_what = {
         "version": __version__,
         "commit": git("rev-parse", "HEAD").strip(),
