@@ -93,9 +93,9 @@ class Process:
     def engine(self, options: EngineOptions, *, propose: Propose | None = None) -> ProcessEngine:
         """Load an engine in a process of its own; the one loaded before is dropped.
 
-        Two engines in turn in one process are not independent: vLLM 0.32 on a CPU keeps prepared
-        matrix products by their shapes, and was seen to write other texts after an engine with
-        n-grams. On a GPU an engine that was dropped may leave memory behind.
+        Two engines in turn in one process are not independent: vLLM 0.32 on a CPU was seen to write
+        other texts after an engine with n-grams, unless its products of matrices by oneDNN were
+        turned off. On a GPU an engine that was dropped may leave memory behind.
 
         Args:
             options: See :class:`EngineOptions`.
